@@ -6,10 +6,12 @@ import itertools
 import pytest
 import torch
 from helpers.by_row import Dropping, drawing_by_row
+from helpers.optimizers import sgd
 from helpers.problems import (
     BODIES,
     LOSSES,
     OnTop,
+    assert_equal,
     assert_exact,
     assert_same_gradients,
     gradients,
@@ -65,12 +67,10 @@ def test_micro_batches_equal_the_plain_program(name, rows, micro_batch_size):
         micro_batch_size=micro_batch_size,
     )
     before = [parameter.detach().clone() for parameter in parameters]
-    torch.testing.assert_close(step(inputs, targets), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(step(inputs, targets), loss)
     assert_same_gradients(gradients(module, criterion), expected)
     for parameter, old, gradient in zip(parameters, before, expected, strict=True):
-        torch.testing.assert_close(
-            parameter, old if gradient is None else old - 0.1 * gradient, rtol=1e-10, atol=1e-10
-        )
+        assert_equal(parameter, old if gradient is None else old - 0.1 * gradient)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def check_case(rank, case):
         torch.manual_seed(7 + rank)  # the first rank's seed is that of all
 
     model, parallel = parallelize(module, criterion, ["cpu"] * case.devices)
-    optimizer = torch.optim.SGD([*module.parameters(), *parallel.parameters()], lr=0.0)
+    optimizer = sgd(module, parallel, lr=0.0)
     step = TrainStep(
         model,
         parallel,
@@ -147,7 +147,7 @@ def check_case(rank, case):
             )
             start += size
         found = step.apply()
-    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    assert_equal(found, loss)
     assert_same_gradients(without_zeros(gradients(module, criterion)), without_zeros(expected))
     return len(expected)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.pages import PAGES, ROOT, blocks
-from helpers.problems import assert_same_gradients, gradients
+from helpers.problems import assert_equal, assert_same_gradients, gradients
 from torch import Tensor, nn
 
 PAGE = "docs/recipes/dataparallel.md"
@@ -177,7 +177,7 @@ def test_the_difference_of_the_page_keeps_loss_accuracy_and_gradients():
             names,
         )
         found[sign] = names
-    torch.testing.assert_close(found["+"]["loss"], found["-"]["loss"], rtol=1e-10, atol=1e-10)
+    assert_equal(found["+"]["loss"], found["-"]["loss"])
     assert found["+"]["accuracy"] == found["-"]["accuracy"]
     assert_same_gradients(gradients(found["+"]["net"]), gradients(found["-"]["net"]))
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import Calls
+from helpers.optimizers import sgd
 from helpers.pages import blocks
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     ByCost,
@@ -44,15 +46,12 @@ def tokens_of(sample):
 
 
 def assert_equal(loss, net, expected):
-    torch.testing.assert_close(loss.cpu(), expected[0], rtol=1e-10, atol=1e-10)
-    assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected[1])
+    assert_close(loss.cpu(), expected[0], rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected[1])
 
 
 def make_step(net, cut, criterion=None, devices=("cpu",) * 3, lr=0.0, **settings):
-    model, optimizer = (
-        DataParallelModel(net, list(devices)),
-        torch.optim.SGD(net.parameters(), lr=lr),
-    )
+    model, optimizer = (DataParallelModel(net, list(devices)), sgd(net, lr=lr))
     return TrainStep(
         model,
         criterion or DataParallelCriterion(nn.CrossEntropyLoss()),
@@ -209,9 +208,7 @@ def test_no_samples_in_one_process_change_nothing():
     step.add(samples)
     step.add([])
     assert_equal(step.apply(), net, packed_program(samples, Normed().double()))
-    torch.testing.assert_close(
-        net.norm.running_mean, plain.norm.running_mean, rtol=1e-10, atol=1e-10
-    )
+    assert_close(net.norm.running_mean, plain.norm.running_mean, rtol=1e-10, atol=1e-10)
     with pytest.warns(UserWarning, match="no target of this batch was counted"):
         _, outputs = step([], return_outputs=True)
     assert outputs == []
@@ -222,10 +219,10 @@ def train_with_batch_norm(rank, expected):
     net = convert_sync_batchnorm(Normed().double())
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"])
     cut = ByCost(tokens_of, collate=whole, combine=sum)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), cut=cut)
+    step = TrainStep(model, criterion, sgd(model, lr=0.0), cut=cut)
     samples = make_samples()
     loss = step(samples[7:] if rank else samples[:7])
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     step(samples[7:] if rank else [])
 
 
@@ -321,7 +318,7 @@ def train_on_ranks(rank, strategy):
         net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
     )
     cut = ByCost(tokens_of, collate=whole, combine=sum, limit=14)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=1.0), cut=cut)
+    step = TrainStep(model, criterion, sgd(model, lr=1.0), cut=cut)
     samples = make_samples()
     losses = [
         step([] if rank else samples[:2]),
@@ -345,9 +342,9 @@ def test_ranks_join_their_own_samples(strategy):
             for parameter, update in zip(net.parameters(), updates, strict=True):
                 parameter -= update
     for losses, state in run_ranks(2, train_on_ranks, strategy):
-        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+        assert_close(losses, expected, rtol=1e-10, atol=1e-10)
         for name, parameter in net.named_parameters():
-            torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-10, atol=1e-10)
+            assert_close(state[name], parameter.detach(), rtol=1e-10, atol=1e-10)
 
 
 # Objects: nested tensors, graphs
@@ -401,7 +398,7 @@ def test_objects_are_moved_to_the_device_of_their_replica():
         step = make_step(net, ByCost(lambda sample: 1, collate=collate), devices=cluster.devices)
         _, outputs = step(samples, return_outputs=True)
         assert [output.device for output in outputs] == cluster.devices
-        torch.testing.assert_close(outputs.gather("cpu"), expected)
+        assert_close(outputs.gather("cpu"), expected)
     assert batch.x.device.type == "cpu"  # the object of the caller stays where it is
 
 
@@ -471,7 +468,7 @@ def test_graphs_of_torch_geometric(double, pools, name, limit):
     found, outputs = step(batch.to_data_list(), return_outputs=True)
     assert_equal(found, net, (expected.detach(), gradients(plain)))
     if pools:
-        torch.testing.assert_close(outputs.gather(), plain(batch).detach(), rtol=1e-10, atol=1e-10)
+        assert_close(outputs.gather(), plain(batch).detach(), rtol=1e-10, atol=1e-10)
     with pytest.raises(
         TypeError,
         match=r"inputs\[0\] is an object of type DataBatch that holds tensors.*Whole\(\.\.\.\)",

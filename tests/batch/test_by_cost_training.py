@@ -6,7 +6,8 @@ Collators of Hugging Face and of torch fit as they are. Under torchrun each rank
 import pytest
 import torch
 from helpers.coupled import correlation_loss, correlation_statistics
-from helpers.problems import assert_same_gradients, build_net, gradients
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal, assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 from helpers.unequal import (
@@ -64,7 +65,7 @@ def test_a_collator_of_hugging_face(double):
     )
     settings = {"cost": lambda sample: len(sample["input_ids"]), "collate": collate, "limit": 20}
     loss, outputs = make_step(net, criterion=criterion, **settings)(samples, return_outputs=True)
-    torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-10, atol=1e-10)
+    assert_equal(loss, expected.loss.detach())
     assert_same_gradients(gradients(net), gradients(plain))
     assert outputs.logits.gather().shape == expected.logits.shape
 
@@ -78,7 +79,7 @@ def test_default_collate(double):
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     step = make_step(net, criterion=criterion, cost=lambda sample: 1.0, collate=default_collate)
     loss, outputs = step(samples, return_outputs=True)
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
+    assert_equal(loss, expected.detach())
     assert outputs.gather().shape == (7, 3)
 
 
@@ -91,8 +92,8 @@ LIMITS = [{}, {"micro_batch_size": 2}, {"limit": 30}, {"limit": 31, "combine": s
 def assert_as_plain(loss, net, samples, kind=Transformer):
     """Compares with the plain program on the whole padded batch, and returns its outputs."""
     expected_loss, expected, outputs = plain(build(kind), samples)
-    torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-10, atol=1e-10)
-    assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+    assert_equal(loss.cpu(), expected_loss)
+    assert_same_gradients(gradients(net), expected)
     return outputs
 
 
@@ -192,7 +193,7 @@ def test_a_criterion_takes_gathered_outputs_alone(double):
     samples = make_samples()
     loss, outputs = make_step(build(), **SAMPLES)(samples, return_outputs=True)
     criterion, tags = DataParallelCriterion(nn.CrossEntropyLoss()), pad(samples)[1]
-    torch.testing.assert_close(criterion([outputs.gather()], tags), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(criterion([outputs.gather()], tags), loss)
     for given in (outputs, (outputs, outputs)):
         with pytest.raises(
             ValueError,
@@ -356,7 +357,7 @@ def test_losses_that_couple_rows(double, loss, whole, limit):
         {"cost": lambda sample: 1.0 + sample[1], **limit},
     )
     step = make_step(net, criterion=criterion, collate=default_collate, **settings)
-    torch.testing.assert_close(step(samples), expected.detach(), rtol=1e-10, atol=1e-10)
+    assert_equal(step(samples), expected.detach())
     assert_same_gradients(gradients(net), gradients(plain_net))
 
 
@@ -370,7 +371,7 @@ def train_on_ranks(rank, strategy, settings, parts):
         net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
     )
     settings = with_cut(cost=length_of, collate=pad, **settings)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=1.0), **settings)
+    step = TrainStep(model, criterion, sgd(model, lr=1.0), **settings)
     samples = make_samples()
     if parts:
         step([] if rank else samples[:2])  # a rank that has had no sample yet
@@ -398,7 +399,7 @@ def train_on_ranks(rank, strategy, settings, parts):
 )
 def test_ranks_cut_their_own_samples(strategy, settings, parts):
     samples, net = make_samples(), build().double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = sgd(net, lr=1.0)
     for batch in (samples[:2], samples) if parts else (samples, samples[:2]):
         if batch is samples:
             expected_loss, _, expected_outputs = plain(net, samples)
@@ -407,8 +408,8 @@ def test_ranks_cut_their_own_samples(strategy, settings, parts):
         nn.functional.cross_entropy(net(**inputs), tags).backward()
         optimizer.step()
     for loss, outputs, state in run_ranks(2, train_on_ranks, strategy, settings, parts):
-        torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
+        assert_equal(loss, expected_loss)
         if outputs is not None:
             assert_same_rows(outputs, expected_outputs, samples)
         for name, parameter in net.named_parameters():
-            torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-10, atol=1e-10)
+            assert_equal(state[name], parameter.detach())

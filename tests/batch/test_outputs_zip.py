@@ -8,6 +8,7 @@ from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, parallelize
 
@@ -38,13 +39,13 @@ def test_a_criterion_of_two_models_is_that_of_the_whole_batch(rows):
     )
     assert [len(pair) for pair in outputs] == [2] * len(outputs)
     loss = DataParallelCriterion(distilled)(outputs, labels)
-    torch.testing.assert_close(loss, expected)
+    assert_close(loss, expected)
     loss.backward()
     assert_same_gradients(gradients(student), gradients(plain))
     found = DataParallelCriterion(nn.MSELoss())(outputs)  # without targets
-    torch.testing.assert_close(found, F.mse_loss(plain(inputs), teacher(inputs)))
+    assert_close(found, F.mse_loss(plain(inputs), teacher(inputs)))
     first, second = outputs.unzip()
-    torch.testing.assert_close(second.gather(), teacher(inputs))
+    assert_close(second.gather(), teacher(inputs))
     assert first.sizes == outputs.sizes
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers import pytorch_encoding
+from helpers.optimizers import sgd
 from helpers.pages import PAGES, ROOT, blocks
 from helpers.ranks import run_ranks
 from torch.nn import functional as F
@@ -61,7 +62,7 @@ def run_plain(name, loss_of, batch_size):
     model = program["Tagger" if "Tagger" in program else "make_net"]()
     first = {key: value.clone() for key, value in model.state_dict().items()}
     rows = program["load_rows"]()
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    optimizer = sgd(model, lr=LEARNING_RATE)
     losses = []
     for start in range(0, len(rows), batch_size):
         loss = loss_of(

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, build_net
 from torch import nn
 
@@ -143,7 +144,7 @@ def rank_update(rank, kind, sizes, micro_batch_size, strategy, way="at once"):
 
 
 def _update(model, criterion, batch, micro_batch_size, adds):
-    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.0)
+    optimizer = sgd(model, criterion, lr=0.0)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size)
     if adds is None:
         return step(*batch)

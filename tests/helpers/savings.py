@@ -4,6 +4,7 @@ import contextlib
 import functools
 
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients, gradients
 from helpers.steps import run
 from torch import nn
@@ -87,7 +88,7 @@ def train(rank, world_size, name, saving, simulated=False):
             nn.CrossEntropyLoss(),
             None if world_size > 1 else ["sim:0", "sim:1"] if simulated else ["cpu"] * 2,
         )
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = sgd(net)
         step = TrainStep(
             model, criterion, optimizer, micro_batch_size=None if name == "convolutions" else 3
         )

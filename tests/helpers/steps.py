@@ -1,6 +1,7 @@
 """Steps of the tests of ``TrainStep``, in one process or on several ranks."""
 
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import class_targets
 from helpers.ranks import run_ranks
 from torch import nn
@@ -12,14 +13,14 @@ def make_step(net, criterion=None, optimizer=None, *, devices=2, lr=0.1, split=N
     """Returns a step of some replicas on the CPU, or on devices. The optimizer is a plain SGD if none is given."""
     if not isinstance(criterion, DataParallelCriterion):
         criterion = DataParallelCriterion(criterion or nn.CrossEntropyLoss())
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr) if optimizer is None else optimizer
+    optimizer = sgd(net, lr=lr) if optimizer is None else optimizer
     devices = ["cpu"] * devices if isinstance(devices, int) else list(devices)
     return TrainStep(DataParallelModel(net, devices, split=split), criterion, optimizer, **settings)
 
 
 def still_step(net, criterion, devices=3, **settings):
     """Returns a step of a wrapped criterion that does not change the parameters."""
-    optimizer = torch.optim.SGD([*net.parameters(), *criterion.parameters()], lr=0.0)
+    optimizer = sgd(net, criterion, lr=0.0)
     return TrainStep(DataParallelModel(net, ["cpu"] * devices), criterion, optimizer, **settings)
 
 

@@ -4,6 +4,7 @@ import tempfile
 
 import torch
 import transformers
+from helpers.optimizers import sgd
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
@@ -166,7 +167,7 @@ def model_loss(model, batch):
 
 def train_plainly(model, rows, window, loss_of=model_loss, learning_rate=0.5):
     """Trains on one device, with a whole window at a time. Returns loss and norm of the gradient of each update."""
-    optimizer = torch.optim.SGD(model.parameters(), learning_rate)
+    optimizer = sgd(model, lr=learning_rate)
     numbers = []
     for start in range(0, len(rows), window):
         loss = loss_of(model.train(), pad(rows[start : start + window]))

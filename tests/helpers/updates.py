@@ -31,10 +31,6 @@ class Head(nn.Module):
         return (x @ self.weight - y).square().mean()
 
 
-def assert_equal(found, expected):
-    torch.testing.assert_close(list(found), list(expected), rtol=1e-10, atol=1e-10)
-
-
 class Unrecorded(torch.optim.AdamW):
     """Writes as fused kernels do: no version counter moves."""
 

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from helpers.memory_problems import WordModel, peak_of_updates, tokens, words
+from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from helpers.releases import released_at_once
 from helpers.slow import slow, slow_but
@@ -41,8 +42,8 @@ def several(model):
 
 OPTIMIZERS = {
     "AdamW": adamw,
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "SGD": lambda model: sgd(model),
+    "momentum": lambda model: sgd(model, momentum=0.9),
     "groups": groups,
     "several": several,
     "BalancedOptimizer": lambda model: BalancedOptimizer(model, torch.optim.AdamW, amsgrad=True),

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from helpers.memory_problems import peak_of_updates
+from helpers.optimizers import sgd
 from helpers.releases import released_at_once
 from helpers.slow import slow
 from torch import nn
@@ -45,9 +46,7 @@ def batch(rows):
 
 def make_step(net, loss, **settings):
     model = DataParallelModel(net)
-    return TrainStep(
-        model, DataParallelCriterion(loss, **settings), torch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    return TrainStep(model, DataParallelCriterion(loss, **settings), sgd(model))
 
 
 @functools.cache
@@ -222,7 +221,7 @@ def test_plans_offload_where_less_does_not_fit():
         assert isinstance(step, SurroundedStep)
         assert 2 * moved == pytest.approx(plan.chosen.traffic, rel=0.02)
     plain = build()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = sgd(plain)
     for loss in losses:
         expected = nn.functional.mse_loss(plain(sequences(2)[0]), sequences(2)[1])
         assert loss == pytest.approx(expected.item(), rel=1e-5)

@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from helpers.optimizers import assert_same, assert_same_state, batches, plain, train
-from helpers.problems import BODIES, CLASSES, build_net
+from helpers.optimizers import assert_same, assert_same_state, batches, plain, sgd, train
+from helpers.problems import BODIES, CLASSES, assert_equal, build_net
 from helpers.slow import slow, slow_but
-from helpers.updates import assert_equal, values_of
+from helpers.updates import values_of
 from torch import nn
 
 from balanced_parallel import (
@@ -96,9 +96,7 @@ def test_schedulers_and_closures_equal_the_plain_program():
 
     net = build_net()
     expected = copy.deepcopy(net)
-    rates = scheduled(
-        expected, nn.CrossEntropyLoss(), torch.optim.SGD(expected.parameters(), lr=1.0)
-    )
+    rates = scheduled(expected, nn.CrossEntropyLoss(), sgd(expected, lr=1.0))
     with simulate(3):
         model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
         assert (

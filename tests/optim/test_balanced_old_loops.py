@@ -12,9 +12,11 @@ import weakref
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, build_net
 from helpers.slow import slow_but
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, simulate
 
@@ -399,7 +401,7 @@ def assert_equal_to_the_plain_program(
     expected = run(None, lines, clear, kind=kind, **settings)
     with simulate(4):
         result = run(DEVICES[devices], lines, clear, kind=kind, shard=shard, **settings)
-    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
+    assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -466,8 +468,8 @@ def test_complex_gradients_may_be_conjugated():
             each.conj().add_(1j)
             each.imag.mul_(2)
             each.mul_(each.mT.conj().sum())
-        torch.testing.assert_close(gradient.clone(), expected)
-        torch.testing.assert_close(gradient.conj() * gradient, expected.conj() * expected)
+        assert_close(gradient.clone(), expected)
+        assert_close(gradient.conj() * gradient, expected.conj() * expected)
         optimizer.step()
 
 
@@ -489,7 +491,7 @@ def test_a_model_may_be_frozen_for_a_while():
         nets = build_net(4), build_net(1)
         if devices is None:
             models, criterion = nets, nn.MSELoss()
-            optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+            optimizers = [sgd(net) for net in nets]
         else:
             models = [DataParallelModel(net, devices) for net in nets]
             criterion = DataParallelCriterion(nn.MSELoss())
@@ -506,7 +508,7 @@ def test_a_model_may_be_frozen_for_a_while():
 
     expected = train(None)
     with simulate(3):
-        torch.testing.assert_close(train([0, 1, 2]), expected)
+        assert_close(train([0, 1, 2]), expected)
 
 
 def test_parameters_without_elements_do_not_hinder_an_optimizer():

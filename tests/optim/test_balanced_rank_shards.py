@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 import torch
-from helpers.optimizers import ToStart
+from helpers.optimizers import ToStart, sgd
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 from helpers.slow import slow_but
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing import assert_close
 
 from balanced_parallel import BalancedOptimizer, TrainStep, parallelize
 from balanced_parallel.optim import balanced
@@ -27,8 +28,8 @@ def check_averages(rank):
     )
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
     parallelize(averaged.module, device_ids=["cpu"], strategy="fsdp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, sgd(model))
+    optimizer = sgd(plain)
     torch.manual_seed(0)
     x, y = torch.randn(6, 4), torch.randint(5, (6,))
     for _ in range(3):
@@ -39,10 +40,8 @@ def check_averages(rank):
         optimizer.step()
         expected.update_parameters(plain)
     state = get_model_state_dict(averaged, options=StateDictOptions(full_state_dict=True))
-    torch.testing.assert_close(
-        dict(state) if rank == 0 else {}, dict(expected.state_dict()) if rank == 0 else {}
-    )
-    torch.testing.assert_close(averaged(x), expected(x))
+    assert_close(dict(state) if rank == 0 else {}, dict(expected.state_dict()) if rank == 0 else {})
+    assert_close(averaged(x), expected(x))
     assert next(averaged.parameters()).to_local().numel() < next(plain.parameters()).numel()
 
 
@@ -83,9 +82,9 @@ def check_loop(rank, strategy, kind):
         for (x, y), size in zip(batches, rows, strict=True)
     ]
     optimizer = BalancedOptimizer(model, kind, lr=0.1)
-    torch.testing.assert_close(update_by_hand(model, criterion, optimizer, parts), expected)
+    assert_close(update_by_hand(model, criterion, optimizer, parts), expected)
     for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(balanced._whole(parameter), other.detach())
+        assert_close(balanced._whole(parameter), other.detach())
 
 
 @pytest.mark.parametrize(

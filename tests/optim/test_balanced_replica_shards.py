@@ -19,13 +19,15 @@ from helpers.optimizers import (
     assert_same_state,
     batches,
     plain,
+    sgd,
     train,
     train_plain,
 )
-from helpers.problems import CLASSES, build_net
+from helpers.problems import CLASSES, assert_equal, build_net
 from helpers.slow import slow_but
-from helpers.updates import Unrecorded, assert_equal, random_batches, values_of
+from helpers.updates import Unrecorded, random_batches, values_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -108,7 +110,7 @@ def test_parameters_changed_between_steps_keep_their_values():
             train(model, optimizer, 1)
             expected = copy.deepcopy(net).cpu()
             train(model, optimizer, 2)
-            reference = torch.optim.SGD(expected.parameters(), lr=1.0)
+            reference = sgd(expected, lr=1.0)
             train_plain(expected, reference)
             assert_same(net, expected)
 
@@ -139,7 +141,7 @@ def test_replaced_parameters_raise_an_error():
 
 def test_after_the_optimizer_is_deleted_gradients_go_to_the_parameters():
     net = build_net()
-    expected, reference = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1), 1)
+    expected, reference = plain(net, lambda net: sgd(net), 1)
     train_plain(expected, reference, 1)
     with simulate(3):
         model = DataParallelModel(net)
@@ -150,7 +152,7 @@ def test_after_the_optimizer_is_deleted_gradients_go_to_the_parameters():
         gc.collect()
         for module in (copied, net):
             assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
-        train(model, torch.optim.SGD(net.parameters(), lr=0.1), 1)
+        train(model, sgd(net), 1)
         assert_same(net, expected)
 
 
@@ -321,7 +323,7 @@ def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
     expected = trained(["cpu"], "fp32")
     with simulate(2):
         for value, other in zip(trained(["sim:0", "sim:1"], "fp16"), expected, strict=True):
-            torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
+            assert_close(value, other, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Unrecorded])
@@ -432,7 +434,7 @@ def test_a_converted_submodule_raises_an_error_with_a_fix():
 
 def test_clip_grad_norm_equals_the_plain_program():
     net = build_net()
-    expected, _ = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=1.0), clip=0.1)
+    expected, _ = plain(net, lambda net: sgd(net, lr=1.0), clip=0.1)
     with simulate(3):
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
@@ -460,20 +462,20 @@ def test_gradients_can_be_read_written_and_cleared():
         criterion(model(x), target).backward()
         for parameter, gradient in zip(net.parameters(), expected, strict=True):
             for _ in range(2):
-                torch.testing.assert_close(optimizer.gradient(parameter).cpu(), gradient)
-                torch.testing.assert_close(parameter.grad.cpu(), gradient)
+                assert_close(optimizer.gradient(parameter).cpu(), gradient)
+                assert_close(parameter.grad.cpu(), gradient)
         with model.no_sync():
             criterion(model(x), target).backward()
-        torch.testing.assert_close(optimizer.gradient(net[0].weight).cpu(), expected[0] * 2)
+        assert_close(optimizer.gradient(net[0].weight).cpu(), expected[0] * 2)
         with model.no_sync():
             criterion(model(x), target).backward()
         criterion(model(x), target).backward()
-        torch.testing.assert_close(net[0].weight.grad.cpu(), expected[0] * 4)
+        assert_close(net[0].weight.grad.cpu(), expected[0] * 4)
         before = net[0].weight.detach().cpu()
         optimizer.zero_grad()
         net[0].weight.grad = torch.ones_like(net[0].weight)
         optimizer.step()
-        torch.testing.assert_close(net[0].weight.detach().cpu(), before - 1)
+        assert_close(net[0].weight.detach().cpu(), before - 1)
         optimizer.zero_grad()
         assert all(optimizer.gradient(parameter) is None for parameter in net.parameters())
         with model.no_sync():
@@ -514,7 +516,7 @@ def test_autograd_grad_returns_whole_gradients():
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
         found = torch.autograd.grad(gather(model(x)).pow(2).sum(), list(net.parameters()))
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one.cpu(), other)
+            assert_close(one.cpu(), other)
         assert model.replicas.gradients.is_sharded
         assert all(
             parameter.grad is None
@@ -527,7 +529,7 @@ def test_parameter_hooks_can_change_gradients_by_hand():
     net = build_net()
     expected = copy.deepcopy(net)
     expected[0].weight.register_hook(lambda gradient: gradient * 2)
-    reference = torch.optim.SGD(expected.parameters(), lr=1.0)
+    reference = sgd(expected, lr=1.0)
     train_plain(expected, reference)
     calls = []
     net[0].weight.register_hook(lambda gradient: gradient * 2)

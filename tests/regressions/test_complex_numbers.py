@@ -6,6 +6,7 @@ from helpers.ranks import run_ranks
 from helpers.slow import slow_but
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
@@ -81,15 +82,15 @@ def assert_equal_updates(
             parameter.grad = None if parameter.grad is None else parameter.grad.resolve_conj()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         expected.step()
-        torch.testing.assert_close(step(inputs[rows], targets[rows]), loss.detach())
-        torch.testing.assert_close(step.grad_norm, norm)
+        assert_close(step(inputs[rows], targets[rows]), loss.detach())
+        assert_close(step.grad_norm, norm)
     whole = [
         getattr(one, "full_tensor", lambda one=one: one)().detach() for one in net.parameters()
     ]
-    torch.testing.assert_close(whole, [parameter.detach() for parameter in plain.parameters()])
+    assert_close(whole, [parameter.detach() for parameter in plain.parameters()])
     if balanced:
         state, wanted = optimizer.state_dict()["state"], expected.state_dict()["state"]
-        torch.testing.assert_close(state, wanted)
+        assert_close(state, wanted)
 
 
 class TestTraining:
@@ -161,7 +162,7 @@ def test_weighted_means_of_complex_losses_and_zeros_of_shards_without_rows():
     inputs, targets = make_batch()
     outputs = DataParallelModel(make_net(), CPUS)(inputs[:2])
     loss = DataParallelCriterion(F.l1_loss)(outputs, targets[:2])
-    torch.testing.assert_close(loss, F.l1_loss(outputs.gather(), targets[:2]))
+    assert_close(loss, F.l1_loss(outputs.gather(), targets[:2]))
 
 
 def test_verify_compares_both_parts():

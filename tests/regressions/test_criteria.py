@@ -13,6 +13,7 @@ from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.problems import CLASSES, assert_exact_update, build_net, class_targets
 from helpers.steps import still_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, weighted_mean
 
@@ -81,7 +82,7 @@ class TestReduction:
         found = DataParallelCriterion(F.mse_loss)(
             DataParallelModel(net, CPUS)(x), target, **settings
         )
-        torch.testing.assert_close(gather(found) if isinstance(found, list) else found, expected)
+        assert_close(gather(found) if isinstance(found, list) else found, expected)
 
     def test_error_for_unknown_losses_names_all_settings(self):
         criterion = DataParallelCriterion(lambda output, target: (output - target).abs().median())
@@ -160,7 +161,7 @@ class TestWeight:
         mean = weighted_mean(
             [criterion(*piece) for piece in pieces], [count(*piece) for piece in pieces], minimum=1
         )
-        torch.testing.assert_close(mean, criterion(net(x), target))
+        assert_close(mean, criterion(net(x), target))
 
     @pytest.mark.parametrize("kept", [(3, 4, 6), (0, 3, 4), ()])
     def test_several_means_have_their_own_divisors(self, kept):
@@ -212,7 +213,7 @@ class TestWeight:
             lambda o, t: [F.mse_loss(o, t), F.l1_loss(o, t)],
             weight=lambda o, t: [len(o), o.numel()],
         )
-        torch.testing.assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))
+        assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))
 
     def test_several_means_by_rows_as_sums_and_with_a_replica_of_weight_zero(self):
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
@@ -221,13 +222,13 @@ class TestWeight:
         means = DataParallelCriterion(
             lambda o, t: (F.mse_loss(o, t), F.l1_loss(o, t), None), weight="rows"
         )(outputs, target)
-        torch.testing.assert_close(means[0], F.mse_loss(net(x), target))
-        torch.testing.assert_close(means[1], F.l1_loss(net(x), target))
+        assert_close(means[0], F.mse_loss(net(x), target))
+        assert_close(means[1], F.l1_loss(net(x), target))
         assert means[2] is None
         sums = DataParallelCriterion(
             lambda o, t: [F.mse_loss(o, t, reduction="sum"), o.sum()], reduction="sum"
         )(outputs, target)
-        torch.testing.assert_close(sums[1], net(x).sum())
+        assert_close(sums[1], net(x).sum())
         x, target = (
             torch.randn(6, 4),
             torch.tensor([1, 2, -100, -100, 0, 3]),
@@ -236,4 +237,4 @@ class TestWeight:
             lambda o, t: {"nll": F.cross_entropy(o, t)}, weight=lambda o, t: (t != -100).sum()
         )
         found = criterion(DataParallelModel(net, CPUS)(x), target)
-        torch.testing.assert_close(found["nll"], F.cross_entropy(net(x), target))
+        assert_close(found["nll"], F.cross_entropy(net(x), target))

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls
+from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
+    assert_equal,
     assert_same_gradients,
     build_net,
     class_targets,
@@ -16,6 +18,7 @@ from helpers.problems import (
     plain_program,
 )
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -39,14 +42,14 @@ class TestGatherOutputs:
         output = DataParallelModel(net, CPUS, gather_outputs=True)(x)
         found = nn.CrossEntropyLoss()(output, target)
         found.backward()
-        torch.testing.assert_close(found.detach(), loss)
+        assert_close(found.detach(), loss)
         assert_same_gradients(gradients(net), expected)
 
     def test_submodule_can_be_wrapped(self):
         module, x = nn.Sequential(build_net(4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(7, 4)
         expected = module(x)
         module[0] = DataParallelModel(module[0], CPUS, gather_outputs=True)
-        torch.testing.assert_close(module(x), expected)
+        assert_close(module(x), expected)
 
     @pytest.mark.parametrize("devices", [1, 3])
     def test_scalars_have_the_shape_of_nn_data_parallel(self, devices):
@@ -106,14 +109,9 @@ class TestMicroBatches:
         expected = gradients(module)
         module.zero_grad()
         model = model or DataParallelModel(module, CPUS)
-        step = TrainStep(
-            model,
-            criterion,
-            torch.optim.SGD(module.parameters(), lr=0.0),
-            micro_batch_size=micro_batch_size,
-        )
+        step = TrainStep(model, criterion, sgd(module, lr=0.0), micro_batch_size=micro_batch_size)
         found, outputs = step(inputs, targets, return_outputs=True)
-        torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_equal(found, loss.detach())
         assert_same_gradients(gradients(module), expected)
         return outputs
 
@@ -135,7 +133,7 @@ class TestMicroBatches:
         outputs = self.assert_step(
             module, split, lambda module: loss(module(x, scale), target), (x, scale), target, model
         )
-        torch.testing.assert_close(outputs.gather(), module(x, scale))
+        assert_close(outputs.gather(), module(x, scale))
         with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1"):
             TrainStep(
                 model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters())

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.problems import assert_same_gradients, build_net, gradients
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, Whole, simulate
 
@@ -63,8 +64,8 @@ class TestChains:
             outputs = model(x, state)
             expected, plain = lstm(x, plain)
             _, state = outputs.unzip()
-            torch.testing.assert_close(outputs.gather()[0], expected)
-            torch.testing.assert_close(outputs.map(lambda output: output[1], dim=1).gather(), plain)
+            assert_close(outputs.gather()[0], expected)
+            assert_close(outputs.map(lambda output: output[1], dim=1).gather(), plain)
         with pytest.raises(ValueError, match=r"map\(function, dim=...\)"):
             outputs.map(lambda output: output[0])
 
@@ -99,9 +100,7 @@ class TestMethods:
         module.scaled = lambda x, scale: module.image(x) * scale.sum()
         scale = torch.rand(3)
         named = DataParallelModel(module, CPUS)
-        torch.testing.assert_close(
-            named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale)
-        )
+        assert_close(named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale))
         with pytest.raises(
             ValueError,
             match="has positions of arguments of forward, which do not apply to 'scaled'",

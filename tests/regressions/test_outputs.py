@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls, assert_equal_program
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -57,7 +59,7 @@ class TestListOutputs:
             losses = [
                 criterion([output[stack] for output in outputs], target) for stack in range(3)
             ]
-            torch.testing.assert_close(sum(losses).cpu(), expected)
+            assert_close(sum(losses).cpu(), expected)
             with pytest.raises(ValueError, match="3 outputs with 2 rows each, all on sim:1"):
                 criterion(outputs[1], target)
 
@@ -75,12 +77,9 @@ class TestListOutputs:
         )
         split = DataParallelCriterion(loss, weight="rows")
         assert_equal_program(module, split, lambda module: loss(module(x), targets), [x], [targets])
-        model, optimizer = (
-            DataParallelModel(module, CPUS),
-            torch.optim.SGD(module.parameters(), lr=0.0),
-        )
+        model, optimizer = (DataParallelModel(module, CPUS), sgd(module, lr=0.0))
         step = TrainStep(model, split, optimizer, micro_batch_size=micro_batch_size)
-        torch.testing.assert_close(step(x, targets), loss(module(x), targets).detach())
+        assert_close(step(x, targets), loss(module(x), targets).detach())
         with pytest.raises(
             ValueError, match="a list of 3 entries of one type"
         ):  # they may be the three rows
@@ -97,7 +96,7 @@ class TestListOutputs:
             ValueError, match=r"3 outputs with no rows, and targets with 7.*outputs\.map"
         ):
             criterion(list(outputs), torch.rand(7))
-        torch.testing.assert_close(
+        assert_close(
             criterion(outputs, torch.rand(7)), (5 * outputs[0] + outputs[1] + outputs[2]) / 7
         )
 
@@ -105,10 +104,8 @@ class TestListOutputs:
         net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
         whole = DataParallelModel(net, CPUS)(x).gather()
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        torch.testing.assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
-        torch.testing.assert_close(
-            criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target)
-        )
+        assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
+        assert_close(criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target))
 
 
 class TestPerReplica:
@@ -170,7 +167,7 @@ class TestPerReplica:
         (slope,) = torch.autograd.grad(scores, x, scores.map(torch.ones_like), create_graph=True)
         found = (slope.norm(dim=1) - 1).pow(2).mean()
         found.backward()
-        torch.testing.assert_close(found, penalty)
+        assert_close(found, penalty)
         assert_same_gradients(gradients(net), expected)
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.pages import blocks
-from helpers.problems import build_net, class_targets
+from helpers.problems import assert_equal, build_net, class_targets
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 from torch import nn
@@ -55,7 +56,7 @@ def train(rank, strategy, lengths, by_cost):
         if by_cost
         else None
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model, lr=0.5)
     step = TrainStep(model, criterion, optimizer, cut=cut, micro_batch_size=None if by_cost else 3)
     loader = DataLoader(
         Stream(rank, lengths[rank]), batch_size=BATCH, collate_fn=list if by_cost else None
@@ -69,7 +70,7 @@ def train(rank, strategy, lengths, by_cost):
 def plain(lengths):
     """The plain program: each batch has the rows that the ranks still have."""
     net = build_net().double()
-    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.5), []
+    optimizer, losses = sgd(net, lr=0.5), []
     for start in range(0, max(lengths), BATCH):
         rows = [
             row
@@ -91,7 +92,7 @@ def plain(lengths):
 def test_every_rank_steps_until_all_streams_end(strategy, lengths, by_cost):
     expected = plain(lengths)
     for losses in run_ranks(2, train, strategy, lengths, by_cost):
-        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+        assert_equal(losses, expected)
 
 
 def test_one_process_needs_no_other_rank():

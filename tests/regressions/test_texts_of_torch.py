@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.loops import CPUS, Calls
+from helpers.optimizers import sgd
 from helpers.pages import PAGES
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
@@ -83,9 +84,7 @@ def make_model(function=lambda net, x: net(x), devices=("cpu", "cpu"), **setting
 
 
 def make_step(model, loss=CE, **settings):
-    return TrainStep(
-        model, DataParallelCriterion(loss), torch.optim.SGD(model.parameters(), lr=0.1), **settings
-    )
+    return TrainStep(model, DataParallelCriterion(loss), sgd(model), **settings)
 
 
 def plain_loss(function=lambda net, x: net(x)):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls
 from helpers.problems import (
+    assert_equal,
     assert_same_gradients,
     build_net,
     class_targets,
@@ -14,6 +15,7 @@ from helpers.problems import (
 from helpers.ranks import run_ranks
 from helpers.steps import still_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, parallelize
 
@@ -63,11 +65,11 @@ def test_both_named_ways_equal_the_plain_program():
     x, net = torch.randn(7, 4), views()
     expected = net(x)
     chunks = DataParallelModel(views(lambda out: out.chunk(2)), CPUS)
-    torch.testing.assert_close(torch.cat(gather(chunks(x))), expected)
+    assert_close(torch.cat(gather(chunks(x))), expected)
     by_view = [
         row + 7 * view for rows in ([0, 1, 2], [3, 4], [5, 6]) for view in (0, 1) for row in rows
     ]
-    torch.testing.assert_close(DataParallelModel(net, CPUS)(x).in_order(by_view).gather(), expected)
+    assert_close(DataParallelModel(net, CPUS)(x).in_order(by_view).gather(), expected)
 
 
 def test_tokens_are_gathered_with_an_order_and_need_none_in_a_criterion():
@@ -77,9 +79,9 @@ def test_tokens_are_gathered_with_an_order_and_need_none_in_a_criterion():
     model = DataParallelModel(net, CPUS)
     with pytest.raises(ValueError, match=r"3 for each.*in_order\(range\(21\)\)"):
         gather(model(x))
-    torch.testing.assert_close(model(x).in_order(range(21)).gather(), net(x))
+    assert_close(model(x).in_order(range(21)).gather(), net(x))
     loss = DataParallelCriterion(nn.CrossEntropyLoss())(model(x), targets)
-    torch.testing.assert_close(loss, F.cross_entropy(net(x), targets))
+    assert_close(loss, F.cross_entropy(net(x), targets))
 
 
 def test_other_numbers_of_rows_are_gathered_as_they_are():
@@ -107,9 +109,9 @@ def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
     found = still_step(
         pair, DataParallelCriterion(contrast_of_pair, whole=True), devices, micro_batch_size=size
     )(x, target)
-    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    assert_equal(found, loss)
     assert_same_gradients(gradients(pair), expected)
-    torch.testing.assert_close(
+    assert_close(
         DataParallelCriterion(contrast, whole=True)(DataParallelModel(views(), ["cpu"])(x), target),
         loss,
     )

@@ -12,9 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.problems import assert_same_gradients, class_targets, gradients, plain_program
+from helpers.optimizers import sgd
+from helpers.problems import (
+    assert_equal,
+    assert_same_gradients,
+    class_targets,
+    gradients,
+    plain_program,
+)
 from helpers.ranks import run_ranks
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import (
@@ -51,7 +59,7 @@ def plain_run(net, x, weights):
 
 def assert_same_buffers(one, other):
     for (name, left), right in zip(one.named_buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(
+        assert_close(
             left, right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
         )
 
@@ -74,16 +82,14 @@ def test_three_replicas_equal_the_plain_program(rows, settings, double):
         expected_input, x.grad = x.grad, None
         found = gather(DataParallelModel(net, CPUS)(x))
         (found * weights).pow(3).sum().backward()
-        torch.testing.assert_close(found.detach(), output, rtol=1e-10, atol=1e-10)
+        assert_equal(found.detach(), output)
         assert_same_gradients(gradients(net), expected, 1e-9)
-        torch.testing.assert_close(x.grad, expected_input, rtol=1e-9, atol=1e-9)
+        assert_close(x.grad, expected_input, rtol=1e-9, atol=1e-9)
         assert_same_buffers(net, plain)
         x.grad = None
     plain.eval()
     net.eval()
-    torch.testing.assert_close(
-        gather(DataParallelModel(net, CPUS)(x)), plain(x), rtol=1e-10, atol=1e-10
-    )
+    assert_equal(gather(DataParallelModel(net, CPUS)(x)), plain(x))
 
 
 def test_conversion_keeps_names_parameters_and_hooks():
@@ -113,7 +119,7 @@ def test_half_precision_is_normalized_in_float32():
     x = torch.randn(7, 3)
     outputs = DataParallelModel(net, CPUS)(x.bfloat16())
     assert {output.dtype for output in outputs} == {torch.bfloat16}
-    torch.testing.assert_close(gather(outputs).float(), nn.BatchNorm1d(3)(x), rtol=0.05, atol=0.05)
+    assert_close(gather(outputs).float(), nn.BatchNorm1d(3)(x), rtol=0.05, atol=0.05)
 
 
 def test_statistics_are_those_of_each_micro_batch(double):
@@ -129,10 +135,10 @@ def test_statistics_are_those_of_each_micro_batch(double):
     step = TrainStep(
         DataParallelModel(net, ["cpu"] * 2),
         DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(net.parameters(), lr=0.0),
+        sgd(net, lr=0.0),
         micro_batch_size=2,
     )
-    torch.testing.assert_close(step(x, target), (total / 8).detach())
+    assert_close(step(x, target), (total / 8).detach())
     assert_same_gradients(gradients(net), gradients(plain))
     assert_same_buffers(net, plain)
 
@@ -197,12 +203,7 @@ def check_ranks(rank, sizes, micro_batch_size):
     )
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     model, criterion = parallelize(net, nn.CrossEntropyLoss())
-    step = TrainStep(
-        model,
-        criterion,
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        micro_batch_size=micro_batch_size,
-    )
+    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=micro_batch_size)
     mine, labels = x.split(sizes)[rank], target.split(sizes)[rank]
     counts = [-(-size // micro_batch_size) if micro_batch_size else min(size, 1) for size in sizes]
     total, pieces = 0, max(counts)
@@ -221,7 +222,7 @@ def check_ranks(rank, sizes, micro_batch_size):
             )
         loss = total / (target != -100).sum()
         loss.backward()
-        torch.testing.assert_close(step(mine, labels), loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_equal(step(mine, labels), loss.detach())
         assert_same_gradients(gradients(net), gradients(plain), 1e-9)
         assert_same_buffers(net, plain)
     return True
@@ -251,8 +252,8 @@ def check_order(rank):
     assert [set(tensor.tolist()) for tensor in many] == [{1.0}, {1.0}]
     plain, whole = nn.BatchNorm1d(2), x.clone().requires_grad_()
     plain(whole).pow(3).sum().backward()
-    torch.testing.assert_close(output.detach(), plain(x).detach()[2 * rank : 2 * rank + 2])
-    torch.testing.assert_close(mine.grad, whole.grad[2 * rank : 2 * rank + 2], rtol=1e-3, atol=1e-4)
+    assert_close(output.detach(), plain(x).detach()[2 * rank : 2 * rank + 2])
+    assert_close(mine.grad, whole.grad[2 * rank : 2 * rank + 2], rtol=1e-3, atol=1e-4)
     return True
 
 
@@ -364,9 +365,9 @@ def test_a_converted_subclass_equals_the_plain_program(kind, double):
         DataParallelModel(converted, CPUS)(x), target
     )
     found.backward()
-    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(found.detach(), loss)
     assert_same_gradients(gradients(converted), expected, 1e-9)
-    torch.testing.assert_close(converted.norm.running_var, net.norm.running_var)
+    assert_close(converted.norm.running_var, net.norm.running_var)
     assert isinstance(converted.norm, kind)
     assert type(convert_sync_batchnorm(converted).norm) is type(converted.norm)
 
@@ -374,8 +375,8 @@ def test_a_converted_subclass_equals_the_plain_program(kind, double):
 def test_a_subclass_of_sync_batch_norm_runs_on_the_cpu(double):
     net, x = convert_sync_batchnorm(Net(SyncNormAct(4))), torch.randn(7, 2, 5, 5)
     expected = Net(NormAct(4))(x)
-    torch.testing.assert_close(net(x), expected)
-    torch.testing.assert_close(DataParallelModel(net, CPUS)(x).gather(), expected)
+    assert_close(net(x), expected)
+    assert_close(DataParallelModel(net, CPUS)(x).gather(), expected)
 
 
 def test_verify_compares_with_the_net_as_it_was_given(double):
@@ -425,4 +426,4 @@ def test_a_converted_subclass_is_copied(exchange):
     assert isinstance(copied.norm, Steeper)
     assert isinstance(copied.norm, nn.SyncBatchNorm) == (exchange is use_torch_sync_batchnorm)
     x = torch.randn(3, 2, 5, 5)
-    torch.testing.assert_close(copied.eval()(x), net.eval()(x))
+    assert_close(copied.eval()(x), net.eval()(x))

@@ -11,7 +11,15 @@ import threading
 
 import pytest
 import torch
-from helpers.problems import BODIES, CLASSES, assert_same_gradients, build_net, gradients
+from helpers.optimizers import sgd
+from helpers.problems import (
+    BODIES,
+    CLASSES,
+    assert_equal,
+    assert_same_gradients,
+    build_net,
+    gradients,
+)
 from helpers.replicas import settled
 from helpers.slow import slow_but
 from torch import nn
@@ -214,9 +222,7 @@ def test_shared_gradient_tensors_are_divided_once(double, balanced):
             lambda output, target: output.sum() / len(output), weight=lambda output, _: len(output)
         )
         TrainStep(model, criterion, optimizer, micro_batch_size=1)(inputs, torch.zeros(4))
-        assert_same_gradients(
-            [gradient.cpu() for gradient in gradients(model, optimizer=optimizer)], gradients(plain)
-        )
+        assert_same_gradients(gradients(model, optimizer=optimizer), gradients(plain))
 
 
 class RowMajor(torch.autograd.Function):
@@ -263,11 +269,7 @@ def test_gradients_have_the_strides_of_autograd(how, dtype):
         net = Laid().to(devices[0])
         model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
         balanced = how == "balanced" and len(devices) > 1
-        optimizer = (
-            BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-            if balanced
-            else torch.optim.SGD(net.parameters(), 0.1)
-        )
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else sgd(net)
         if how == "micro-batches":
             precision = "fp16" if dtype is torch.float16 and devices[0] != "cpu" else "fp32"
             TrainStep(model, criterion, optimizer, micro_batch_size=1, precision=precision)(x, y)
@@ -284,7 +286,7 @@ def test_gradients_have_the_strides_of_autograd(how, dtype):
         found = trained(["sim:0", "sim:1", "sim:2"])
         for one, other in zip(found, expected, strict=True):
             if dtype is torch.float64:
-                torch.testing.assert_close(one.cpu(), other, rtol=1e-10, atol=1e-10)
+                assert_equal(one.cpu(), other)
             assert [s for s, n in zip(one.stride(), one.shape, strict=True) if n > 1] == [
                 s for s, n in zip(other.stride(), other.shape, strict=True) if n > 1
             ]

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients, plain_program
 from helpers.slow import slow_but
 from torch import nn
@@ -101,9 +102,7 @@ def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
         return [*found, *(parameter.detach() for parameter in net.parameters())]
 
     net = build_net()
-    expected = run(
-        net, net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), contextlib.nullcontext
-    )
+    expected = run(net, net, nn.MSELoss(), sgd(net), contextlib.nullcontext)
     with simulate(3):
         net, model, criterion, optimizer = make_program(layout)
         found = run(net, model, criterion, optimizer, model.no_sync)
@@ -132,7 +131,7 @@ def test_an_update_between_deferred_gradients_equals_the_plain_program(layout, r
         return [parameter.detach() for parameter in net.parameters()]
 
     net = build_net()
-    expected = run(net, net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), False)
+    expected = run(net, net, nn.MSELoss(), sgd(net), False)
     with simulate(3):
         values = run(*make_program(layout), True)
         assert_same_gradients([value.cpu() for value in values], expected)
@@ -191,7 +190,7 @@ def test_no_sync_applies_to_the_backward_of_its_forward():
         assert all(bucket.held for bucket in model.replicas.gradients.buckets)
         third.backward()
         assert not any(bucket.held for bucket in model.replicas.gradients.buckets)
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(gradients(net), expected)
 
 
 def test_no_sync_reduces_gradients_once(double):
@@ -216,13 +215,13 @@ def test_no_sync_reduces_gradients_once(double):
         assert (cluster.moved - before)["sim:1", "sim:0"] < 200
         run(9)
         assert size <= (cluster.moved - before)["sim:1", "sim:0"] < size + 200
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(gradients(net), expected)
         net.zero_grad()
         with model.no_sync():
             for start in (0, 3, 6, 9):
                 run(start)
         model.reduce_gradients()
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(gradients(net), expected)
 
 
 def test_create_graph_backward_reduces_deferred_gradients(double):
@@ -237,7 +236,7 @@ def test_create_graph_backward_reduces_deferred_gradients(double):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of what create_graph=True keeps
             gather(model(x), "cpu").square().sum().backward(create_graph=True)
-        assert_same_gradients([gradient.detach().cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(gradients(net), expected)
         model.zero_grad()
 
 
@@ -245,9 +244,7 @@ def test_step_over_micro_batches_reduces_gradients_once():
     with simulate(4) as cluster:
         net = nn.Linear(64, 512).to("sim:0")
         model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=2
-        )
+        step = TrainStep(model, criterion, sgd(net), micro_batch_size=2)
         size = sum(parameter.nbytes for parameter in net.parameters())
         x, target = torch.randn(64, 64), torch.randint(512, (64,))
         step(x, target)

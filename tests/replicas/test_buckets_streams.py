@@ -55,7 +55,7 @@ def test_other_gradients_in_the_same_backward_wait_for_the_sums(double, small_bu
         model, again = DataParallelModel(net), DataParallelModel(net, [0, 2])
         losses = [output.square().sum() for output in model(x)]
         torch.autograd.backward([*losses, OTHER_GRADIENTS[others](net, again, x)])
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], gradients(plain))
+        assert_same_gradients(gradients(net), gradients(plain))
 
 
 class WithoutItsLastBucket(nn.Module):

@@ -29,6 +29,7 @@ import re
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
@@ -83,9 +84,7 @@ def test_data_parallel_model_device(devices):
 def test_data_parallel_model_no_refcycles(count):
     model = DataParallelModel(nn.Linear(2, 3), ["cpu"] * count)
     criterion = DataParallelCriterion(nn.MSELoss())
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1
-    )
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size=1)
     inputs, targets = torch.ones(4, 2), torch.ones(4, 3)
     runs = [
         lambda: model(inputs).gather(),

@@ -19,6 +19,7 @@ from helpers.ranks import run_ranks
 from helpers.slow import slow_but
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.testing import assert_close
 
 from balanced_parallel import BalancedOptimizer, DataParallelModel, gather, parallelize, simulate
 
@@ -132,7 +133,7 @@ def test_gradients_of_tied_and_listed_parameters_equal_the_plain_program(name, d
     module.zero_grad()
     with simulate(3):
         gather(DataParallelModel(module, devices)(x)).pow(2).sum().backward()
-        assert_same_gradients([gradient.cpu() for gradient in gradients(module)], expected)
+        assert_same_gradients(gradients(module), expected)
 
 
 class Capturing(nn.Module):
@@ -247,7 +248,7 @@ def test_weights_are_flat_on_every_device_and_flattened_once(flattened, kind, is
             one is other
             for one, other in zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True)
         )
-        torch.testing.assert_close(found, train(plain, plain, sgd(plain.parameters(), **settings)))
+        assert_close(found, train(plain, plain, sgd(plain.parameters(), **settings)))
         if is_sharded:
             return
         net.double()
@@ -271,7 +272,7 @@ def test_embeddings_that_rescale_their_rows_are_refused_on_several_devices():
     """Each device rescales the rows that it sees, in a weight of its own."""
     tokens = torch.randint(7, (5, 2))
     expected = with_max_norm()(tokens)
-    torch.testing.assert_close(
+    assert_close(
         DataParallelModel(with_max_norm(), CPUS)(tokens).gather(), expected
     )  # they share one weight
     with simulate(2):
@@ -279,7 +280,7 @@ def test_embeddings_that_rescale_their_rows_are_refused_on_several_devices():
         with pytest.raises(ValueError, match=RESCALES):
             model(tokens.to("sim:0"))
         with torch.no_grad():
-            torch.testing.assert_close(model(tokens.to("sim:0")).gather().cpu(), expected.detach())
+            assert_close(model(tokens.to("sim:0")).gather().cpu(), expected.detach())
         model.module[0].requires_grad_(False)
         assert model(tokens.to("sim:0"))
 
@@ -323,7 +324,7 @@ def test_methods_of_the_module_are_bound_to_the_replica():
         inputs = torch.randn(4, 3)
         outputs = model(inputs)
         assert [str(output.device) for output in outputs] == ["sim:0", "sim:1"]
-        torch.testing.assert_close(outputs.gather("cpu"), model.module(inputs.to("sim:0")).cpu())
+        assert_close(outputs.gather("cpu"), model.module(inputs.to("sim:0")).cpu())
         model.module.project = model.module.first.forward  # the same number of attributes
         assert [output.shape[1] for output in model(inputs)] == [3, 3]
 

@@ -7,11 +7,13 @@ import re
 
 import pytest
 import torch
-from helpers.problems import build_net
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal, build_net
 from helpers.ranks import on_ranks
 from helpers.slow import slow_but
-from helpers.updates import ROWS, Unrecorded, assert_equal, random_batches, values_of
+from helpers.updates import ROWS, Unrecorded, random_batches, values_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -139,7 +141,7 @@ def test_replicas_follow_recorded_writes(write, is_trained):
         before = gather(model(x))
         write(net)
         found = gather(model(x))
-        torch.testing.assert_close(found, net(x.to("sim:0")))
+        assert_close(found, net(x.to("sim:0")))
         assert not torch.equal(found, before)
 
 
@@ -158,7 +160,7 @@ def test_a_balanced_optimizer_does_not_lose_a_write(shard):
 
     net = build_net()
     other = copy.deepcopy(net)
-    expected = trained(net, DataParallelModel(net, ["cpu"]), torch.optim.SGD(net.parameters(), 0.1))
+    expected = trained(net, DataParallelModel(net, ["cpu"]), sgd(net))
     with simulate(3):
         model = recorded(other)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, shard=shard, lr=0.1)
@@ -175,7 +177,7 @@ def test_a_hook_of_a_balanced_optimizer_writes_to_a_frozen_weight():
         optimizer.shards.inner.register_step_post_hook(lambda *_: net[0].weight.mul_(0.5))
         mse()(model(x), torch.randn(ROWS, 5)).backward()
         optimizer.step()
-        torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+        assert_close(gather(model(x)), net(x.to("sim:0")))
 
 
 @pytest.mark.usefixtures("double")
@@ -197,7 +199,7 @@ def test_a_balanced_optimizer_that_fails_leaves_the_copies_right():
         optimizer.shards.inner.fails = True
         with pytest.raises(RuntimeError, match="in the middle"):
             optimizer.step()
-        torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+        assert_close(gather(model(x)), net(x.to("sim:0")))
 
 
 @pytest.mark.usefixtures("double", "buckets")
@@ -334,7 +336,7 @@ def test_optimizers_of_another_library(name):
         if name == "SAM":
             optimizer = kind(net.parameters(), base_optimizer=torch.optim.SGD, lr=0.05)
         elif name == "Lookahead":
-            optimizer = kind(torch.optim.SGD(net.parameters(), 0.05))
+            optimizer = kind(sgd(net, lr=0.05))
         else:
             optimizer = kind(net.parameters(), lr=0.05)
         seen = []

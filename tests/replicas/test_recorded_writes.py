@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 import torch
-from helpers.problems import build_net
+from helpers.problems import assert_equal, build_net
 from helpers.slow import slow_but
-from helpers.updates import ROWS, Unrecorded, assert_equal, random_batches, values_of
+from helpers.updates import ROWS, Unrecorded, random_batches, values_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -148,7 +149,7 @@ def test_a_forward_follows_writes_that_torch_does_not_record(write, is_training)
             write(net)
             found = gather(model(x))
             assert not torch.equal(found, before)
-            torch.testing.assert_close(found, net(x.to("sim:0")), rtol=1e-15, atol=1e-15)
+            assert_close(found, net(x.to("sim:0")), rtol=1e-15, atol=1e-15)
 
 
 class Anchored(torch.optim.SGD):
@@ -197,7 +198,7 @@ def test_a_write_that_is_undone_after_a_failed_forward_is_followed():
         with pytest.raises(RuntimeError, match="shapes"):
             model(torch.randn(ROWS, 3))
         net[0].weight.data.copy_(before)
-        torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+        assert_close(gather(model(x)), net(x.to("sim:0")))
 
 
 @pytest.mark.usefixtures("double")
@@ -211,9 +212,9 @@ def test_an_evaluation_has_averages_that_are_swapped_in_and_merged_weights():
             for parameter in net.parameters():
                 parameter.data.mul_(factor)
             with torch.set_grad_enabled(factor > 1):
-                torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+                assert_close(gather(model(x)), net(x.to("sim:0")))
                 net[0].weight.data += 1
-                torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+                assert_close(gather(model(x)), net(x.to("sim:0")))
 
 
 class Limited(nn.Linear):

@@ -13,12 +13,14 @@ import weakref
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import BODIES, build_net
 from helpers.releases import released_at_once
 from helpers.replicas import assert_follows, outputs_of, settled, write_unseen
 from helpers.slow import slow
 from helpers.traffic import NAMES, devices_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -35,7 +37,7 @@ from balanced_parallel.replicas.replicas import window
 CPUS = ["cpu"] * 3
 RESIZED = "a parameter of another size"  # needs that the graph of the forward before is gone
 CHANGES = {
-    "an optimizer's step": lambda net: torch.optim.SGD(net.parameters(), 1.0).step(),
+    "an optimizer's step": lambda net: sgd(net, lr=1.0).step(),
     "assignment of .data": lambda net: setattr(
         net[0].weight, "data", torch.ones_like(net[0].weight) / 3
     ),
@@ -142,7 +144,7 @@ def test_only_the_first_replica_writes_to_the_module(devices):
         for _ in range(2):
             model(x)
         assert (net.seen.item(), net.calls, net.last.device) == (2 * 3, 2, model.devices[0])
-        torch.testing.assert_close(net.average.cpu(), 2 * x[:3].mean(0))
+        assert_close(net.average.cpu(), 2 * x[:3].mean(0))
 
 
 @released_at_once
@@ -237,7 +239,7 @@ def test_buffers_move_if_the_first_device_gets_no_rows(converted):
         model(x)
         found = {name: buffer.cpu() for name, buffer in model.module.named_buffers()}
     for name, buffer in expected.named_buffers():
-        torch.testing.assert_close(found[name], buffer)
+        assert_close(found[name], buffer)
 
 
 def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
@@ -255,15 +257,13 @@ def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
         model = DataParallelModel(net)
         for number in range(3):
             for each, output in ((plain, plain(x)), (net, model(x).gather())):
-                optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+                optimizer = sgd(each)
                 optimizer.zero_grad()
                 output.pow(2).mean().backward()
                 optimizer.step()
                 each.second.to([torch.float32, torch.float64, torch.float64][number])
         for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(
-                parameter.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-6
-            )
+            assert_close(parameter.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("buckets")
@@ -304,9 +304,7 @@ def test_parameters_are_copied_by_every_forward_and_once_in_a_window():
                 with block():
                     assert moved_by(lambda: forward(3)) == 3 * other + size
             assert moved_by(lambda: forward(3)) == 3 * (other + size)
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=1
-        )
+        step = TrainStep(model, criterion, sgd(net), micro_batch_size=1)
         assert size <= moved_by(lambda: step(x, y)) < 2 * size
         assert size <= moved_by(lambda: step.add(x, y)) < 2 * size
         assert moved_by(lambda: step.add(x, y)) >= size
@@ -345,7 +343,7 @@ def test_a_refresh_without_memory_is_made_again(fused):
     with simulate(3) as cluster:
         net = build_net().to("sim:0")
         model, x = DataParallelModel(net), torch.randn(6, 4)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = sgd(net)
         failures = 0
         for number in range(1, 12):
             gather(model(x)).sum().backward()
@@ -361,7 +359,7 @@ def test_a_refresh_without_memory_is_made_again(fused):
             except torch.OutOfMemoryError:
                 failures += 1
                 found = gather(model(x), "cpu")
-            torch.testing.assert_close(found, net(x.to("sim:0")).cpu())
+            assert_close(found, net(x.to("sim:0")).cpu())
         assert failures > 3
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from helpers import caches, unequal
 from helpers.compiled import ROWS, Graphs, Net, assert_same_run, batches, build, plain_run
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal
 from helpers.slow import slow, slow_but
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -65,12 +67,7 @@ def wrap(net, devices, way, **settings):
 
 
 def train(model, net, rows=ROWS, **settings):
-    step = TrainStep(
-        model,
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        **settings,
-    )
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), sgd(net), **settings)
     return [step(*batch) for batch in batches(rows)]
 
 
@@ -125,11 +122,7 @@ def test_threads_of_autograd_are_on_after_a_backward_that_fails():
 
 
 def train_once(model, net, inputs):
-    step = TrainStep(
-        model,
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-    )
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), sgd(net))
     return step(inputs, torch.zeros(len(inputs), dtype=torch.long))
 
 
@@ -255,7 +248,7 @@ def test_rows_cut_by_cost():
     for number in range(8):
         samples = unequal.make_samples(torch.randint(2, 30, (5 + number,)).tolist())
         expected, _, _ = unequal.plain(net, samples)
-        torch.testing.assert_close(step(samples), expected, rtol=1e-10, atol=1e-10)
+        assert_equal(step(samples), expected)
     assert graphs.count <= 2
 
 
@@ -277,13 +270,13 @@ def test_states_have_the_names_of_the_module_that_was_compiled():
     step = TrainStep(
         DataParallelModel(torch.compile(net, backend="eager"), CPUS),
         DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        sgd(net, momentum=0.9),
     )
     step(*next(batches()))
     plain = TrainStep(
         DataParallelModel(again, CPUS[:1]),
         DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9),
+        sgd(again, momentum=0.9),
     )
     plain.load_state_dict(step.state_dict())
     assert torch.equal(again.first.weight, net.first.weight)
@@ -319,12 +312,7 @@ def test_compiled_criteria_with_a_divisor(name):
     for (inputs, targets), expected in zip(
         batches([7, 5]), plain_run([7, 5], lr=0.0)[0], strict=True
     ):
-        torch.testing.assert_close(
-            criterion(DataParallelModel(net, CPUS)(inputs), targets),
-            expected,
-            rtol=1e-10,
-            atol=1e-10,
-        )
+        assert_equal(criterion(DataParallelModel(net, CPUS)(inputs), targets), expected)
 
 
 def test_batch_norm_over_all_rows_is_refused():
@@ -352,7 +340,4 @@ def test_a_compiled_wrapper_is_refused_by_a_step():
         TypeError,
         match=r"OptimizedModule, expected .* without torch.compile: .* by model.compile\(\.\.\.\) of",
     ):
-        step(
-            torch.compile(model, backend="eager"),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        )
+        step(torch.compile(model, backend="eager"), optimizer=sgd(model))

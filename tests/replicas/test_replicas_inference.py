@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import class_targets
+from helpers.problems import assert_equal, class_targets
 from helpers.slow import slow_but
 from torch import nn
 
@@ -60,16 +60,14 @@ def test_evaluation_between_steps_leaves_training_as_it_is(double):
             with inference(model, criterion):
                 outputs = model(inputs)
                 assert all(output.is_inference() for output in outputs)
-                torch.testing.assert_close(
-                    gather(outputs, "cpu"), plain.eval()(inputs).detach(), rtol=1e-10, atol=1e-10
-                )
+                assert_equal(gather(outputs, "cpu"), plain.eval()(inputs).detach())
                 assert not criterion(outputs, targets).requires_grad
             model.zero_grad()
             found = criterion(model(inputs), targets)
             found.backward()
-            torch.testing.assert_close(found.detach().cpu(), loss.detach(), rtol=1e-10, atol=1e-10)
+            assert_equal(found.detach().cpu(), loss.detach())
             for one, other in zip(net.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-10, atol=1e-10)
+                assert_equal(one.grad.cpu(), other.grad)
         assert [module.training for module in net.modules()] == [True, True, False, True, True]
         assert max(cluster.live) > 0
 
@@ -139,12 +137,10 @@ def test_gradients_in_a_forward_under_no_grad(double, way, frozen, devices):
         with torch.no_grad():
             outputs = model(inputs)
             energies, forces = plain(x)
-        torch.testing.assert_close(
-            outputs.unzip()[0].gather("cpu"), energies, rtol=1e-10, atol=1e-10
-        )
+        assert_equal(outputs.unzip()[0].gather("cpu"), energies)
         parts = [part.cpu() for _, part in outputs]
         total = sum(parts) if way == "weight" else torch.cat(parts)
-        torch.testing.assert_close(total, forces, rtol=1e-10, atol=1e-10)
+        assert_equal(total, forces)
         copies = [copied for each in model.replicas.copies.by_device.values() for copied in each]
         expected = [parameter.requires_grad for parameter in net.parameters()]
         assert [copied.requires_grad for copied in copies] == expected * (0 if devices else 2)

@@ -85,7 +85,7 @@ def check(
         for x, target in zip(inputs, targets, strict=True):
             x, target = place_inputs(x), place_targets(target)
             criterion(model(x), target).backward()
-        assert_same_gradients([gradient.cpu() for gradient in gradients(model)], expected)
+        assert_same_gradients(gradients(model), expected)
 
 
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
@@ -261,7 +261,7 @@ def test_concurrent_forwards_and_backwards_equal_the_plain_program(devices, defe
         else:
             run()
         assert [*map(id, net.parameters())] == [*map(id, own)]
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(gradients(net), expected)
 
 
 @pytest.mark.usefixtures("double", "buckets")
@@ -306,9 +306,7 @@ def test_model_called_by_replicas_of_another_model():
             outer, "ask", lambda x: gather(teach(x))
         )  # not a part of it, and asked by every replica
         gather(DataParallelModel(outer)(x)).square().sum().backward()
-        assert_same_gradients(
-            [gradient.cpu() for gradient in gradients(outer, teacher)], gradients(net)
-        )
+        assert_same_gradients(gradients(outer, teacher), gradients(net))
 
 
 @pytest.mark.usefixtures("double", "buckets")

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
-from helpers.problems import build_net
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal, build_net
 from helpers.slow import slow_but
-from helpers.updates import ROWS, Head, Unrecorded, assert_equal, random_batches, values_of
+from helpers.updates import ROWS, Head, Unrecorded, random_batches, values_of
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
@@ -184,7 +185,7 @@ def clamped_critic(devices):
 
 def write_between_two_forwards(devices):
     net = build_net().to(devices[0])
-    model, optimizer = DataParallelModel(net, devices), torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer = DataParallelModel(net, devices), sgd(net)
     for x, y in random_batches(12):
         optimizer.zero_grad()
         first = mse(model(x), y)
@@ -198,7 +199,7 @@ def write_between_two_forwards(devices):
 
 def views_kept_over_steps(devices):
     net = build_net().to(devices[0])
-    model, optimizer = DataParallelModel(net, devices), torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer = DataParallelModel(net, devices), sgd(net)
     model(torch.randn(ROWS, 4))
     views = [parameter.data.view(-1) for parameter in net.parameters()]
     for x, y in random_batches(12):
@@ -219,7 +220,7 @@ def clamped_criterion(devices):
         DataParallelModel(net, devices),
         DataParallelCriterion(head, weight=lambda x, y: x.size(0)),
     )
-    optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], 0.1)
+    optimizer = sgd(net, head)
     for x, y in random_batches(12):
         optimizer.zero_grad()
         criterion(model(x), y).backward()

@@ -17,6 +17,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.releases import released_at_once
 from helpers.slow import slow_but
 from torch import nn
@@ -245,9 +246,7 @@ def test_one_thread_per_replica_runs_all_forwards_and_the_criterion():
     with simulate(3):
         net, loss = Recording(), RecordingLoss()
         model, criterion = DataParallelModel(net), DataParallelCriterion(loss, weight="rows")
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1
-        )
+        step = TrainStep(model, criterion, sgd(model), micro_batch_size=1)
         for _ in range(3):
             step(torch.randn(12, 4), torch.randn(12, 5))
             criterion(model(torch.randn(5, 4)), torch.randn(5, 5))

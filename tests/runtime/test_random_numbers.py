@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -216,9 +217,7 @@ class Drawing(nn.Module):
 
 def draw_in_updates(rank, strategy):
     model, criterion = parallelize(Drawing(), nn.MSELoss(), strategy=strategy)
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
     parts = [torch.ones(rows, 64) for rows in ((5, 2) if rank == 0 else (2, 0))]
     drawn, following = [], []
     for _ in range(2):

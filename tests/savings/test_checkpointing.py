@@ -17,11 +17,12 @@ import types
 import pytest
 import torch
 from helpers.memory_problems import LanguageModel, conv_net, perceptron, tokens
-from helpers.problems import assert_same_gradients, gradients
+from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.releases import released_at_once
 from helpers.savings import WIDTH, Block, assert_unchanged
 from helpers.slow import slow, slow_but
 from torch import nn
+from torch.testing import assert_close
 from transformers import (
     DynamicCache,
     LlamaConfig,
@@ -127,7 +128,7 @@ def test_retained_graphs_double_backward_and_nested_blocks(double):
         output.backward()
         found.append([x.grad, *(parameter.grad for parameter in net.parameters())])
     for others in found[1:]:
-        torch.testing.assert_close(others, found[0], rtol=1e-10, atol=1e-10)
+        assert_equal(others, found[0])
 
 
 def test_copies_pickles_and_hooks_of_checkpointed_modules():
@@ -260,7 +261,7 @@ def test_replicas_draw_the_same_numbers_again(devices, host):
             torch.rand(())
             state = torch.get_rng_state()
             output.sum().backward()
-            torch.testing.assert_close(output.detach(), x.grad, rtol=1e-6 if host else 0, atol=0)
+            assert_close(output.detach(), x.grad, rtol=1e-6 if host else 0, atol=0)
             assert state.equal(torch.get_rng_state())
 
 
@@ -278,7 +279,7 @@ def test_arguments_by_name_have_their_devices_numbers_and_autocast():
         output.sum().backward()
         assert output.dtype == torch.bfloat16
         mask = (output != 0).float() * 2
-        torch.testing.assert_close(x.grad, (mask + mask.t()) @ torch.ones(8, 8, device="sim:0"))
+        assert_close(x.grad, (mask + mask.t()) @ torch.ones(8, 8, device="sim:0"))
 
 
 class Boxed(nn.Linear):
@@ -307,7 +308,7 @@ def test_objects_as_arguments_and_layers_on_another_device_draw_the_same_numbers
         x = torch.ones(9, 64, device="sim:0", requires_grad=True)
         output = net(wrap(x))
         output.sum().backward()
-        torch.testing.assert_close(x.grad.cpu(), output.detach().cpu())
+        assert_close(x.grad.cpu(), output.detach().cpu())
 
 
 def test_spectral_norm_runs_again_with_the_weight_of_the_forward(double):

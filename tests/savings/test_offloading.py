@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, gradients
 from helpers.releases import released_at_once
 from helpers.savings import assert_unchanged
@@ -51,11 +52,7 @@ def deep_net():
 
 
 def step_of(net):
-    return TrainStep(
-        DataParallelModel(net),
-        DataParallelCriterion(nn.MSELoss()),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-    )
+    return TrainStep(DataParallelModel(net), DataParallelCriterion(nn.MSELoss()), sgd(net))
 
 
 def test_the_host_never_waits_with_all_savings():
@@ -201,9 +198,7 @@ def test_use_on_two_streams(double):
         net.zero_grad()
         hidden = net[:8](x)
         (3 * (net[8:](hidden).sum() + (hidden * hidden.tanh()).sum())).backward()
-        assert_same_gradients(
-            [each.cpu() for each in found], [each.cpu() for each in gradients(net)]
-        )
+        assert_same_gradients([each.cpu() for each in found], gradients(net))
 
 
 @pytest.mark.parametrize("what", ["activation", "parameter", "small activation"])

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -69,9 +71,7 @@ def train(
 
 
 def assert_equal_states(first, second):
-    torch.testing.assert_close(
-        first.state_dict(), second.state_dict(), rtol=0, atol=2e-6, check_device=False
-    )
+    assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=2e-6, check_device=False)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -102,7 +102,7 @@ def test_updates_and_state_are_those_of_the_plain_optimizer(name):
         ]
         assert {tensor.device.type for tensor in tensors} == {"cpu"}
         assert_equal_states(optimizer, reference)
-        torch.testing.assert_close(
+        assert_close(
             list(net.parameters()), list(plain.parameters()), check_device=False, rtol=0, atol=2e-6
         )
         del optimizer, net
@@ -219,7 +219,7 @@ def test_ranks_of_ddp_are_updated_with_reduced_gradients():
     plain = make_net()
     train(plain, OPTIMIZERS["adamw"], batches(), decay=1.0)
     for parameters in run_ranks(2, train_on_ranks):
-        torch.testing.assert_close(parameters, list(plain.parameters()), rtol=0, atol=2e-6)
+        assert_close(parameters, list(plain.parameters()), rtol=0, atol=2e-6)
 
 
 @on_ranks(2)
@@ -236,7 +236,7 @@ def test_shards_are_refused(rank):
 def test_a_closure_and_other_optimizers_are_refused():
     with simulate(2):
         net = make_net().to("sim:0")
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = sgd(net)
         savings.offload_optimizer(optimizer)
         with pytest.raises(
             TypeError, match="step.. got a closure, whose backward .* expected step"

@@ -6,8 +6,10 @@ import warnings
 import pytest
 import torch
 from helpers.ddp import WAYS, Chosen, assert_update, cut_over_ranks, make_update
+from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
+    assert_equal,
     assert_same_gradients,
     build_net,
     class_targets,
@@ -32,9 +34,7 @@ def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
 
     net = nn.Sequential(*[nn.Linear(1700, 1700) for _ in range(3)])  # 33 MiB in several buckets
     model, criterion = parallelize(torch.compile(net, backend=backend), nn.MSELoss())
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
     step.add(torch.randn(2, 1700), torch.randn(2, 1700))
     count = len(graphs)
     assert count > 1, "the graph is not split at the buckets"
@@ -49,9 +49,7 @@ def test_accumulation_keeps_one_copy_of_the_gradients(rank):
     """Buckets are allocated before. A backward makes one gradient at a time, an eighth of all, and adds it there."""
     net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(8)])
     model, criterion = parallelize(net, nn.MSELoss())
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
     step(torch.randn(6, 500), torch.randn(6, 500))
     buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
     with torch.profiler.profile(
@@ -78,9 +76,7 @@ def test_a_start_and_two_updates_print_no_warnings_of_torch(rank):
     with warnings.catch_warnings(action="error"):
         for strategy in ("ddp", "fsdp"):
             model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy=strategy)
-            step = TrainStep(
-                model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-            )
+            step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
             for rows in (4, 5 * rank):
                 step(torch.randn(rows, 4), class_targets(rows))
 
@@ -235,7 +231,7 @@ def test_comm_hook_buckets_contain_only_gradients(rank):
         model.register_comm_hook(None, quantize)
         for _ in range(3):
             found = update(*(cut_over_ranks(each, [200, 400], rank) for each in batch))
-            torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+            assert_equal(found, loss)
             assert_same_gradients(gradients(model.module), expected, 0.02 * largest.item())
 
 
@@ -250,7 +246,7 @@ def check_powersgd(rank):
     net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in two buckets
     model, criterion = parallelize(net, nn.MSELoss())
     model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.01))
+    step = TrainStep(model, criterion, sgd(model, lr=0.01))
     return [step(torch.randn(8, 700), torch.randn(8, 700)).item() for _ in range(4)][-1]
 
 
@@ -307,7 +303,7 @@ def check_loop(rank, first_is_empty, method):
         expected = nn.functional.cross_entropy(plain(x)["logits"], targets)
         plain.zero_grad()
         expected.backward()
-        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=1e-10)
+        assert_equal(loss.detach(), expected.detach())
         assert_same_gradients(gradients(model.module), gradients(plain))
         assert gather(outputs.map(lambda output: output.detach())).shape == (
             (6, 2) if is_empty else (12, 2)
@@ -366,9 +362,7 @@ def check_exchanges(rank):
     by_hand = nn.parallel.DistributedDataParallel(copy.deepcopy(net))
     model, criterion = parallelize(net, nn.MSELoss())
     assert not model.find_unused_parameters  # torch would warn of it
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
     inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
 
     def update_by_hand():

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.optimizers import sgd
 from helpers.ranks import on_ranks
 from torch import nn
 
@@ -34,10 +35,8 @@ def test_own_collective_of_a_module_is_told_and_a_rank_without_rows_is_refused(r
     net = Centred().double()
     plain = copy.deepcopy(net).eval()  # whose mean is that of its rows
     model, criterion = parallelize(net, nn.MSELoss(), strategy="ddp")
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=3
-    )
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size=3)
+    optimizer = sgd(plain)
     inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 3).double()
     mine = slice(0, 3) if rank == 0 else slice(3, 6)
     with pytest.warns(

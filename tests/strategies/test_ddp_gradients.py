@@ -3,11 +3,13 @@
 import pytest
 import torch
 from helpers.ddp import WAYS, Chosen, assert_update, cut_over_ranks, make_update
+from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
     LOSSES,
     Calls,
     OnTop,
+    assert_equal,
     assert_same_gradients,
     build_net,
     class_targets,
@@ -66,9 +68,7 @@ def test_loss_is_on_its_way_to_the_host_before_the_last_backward(rank):
             lambda *of: of[2].register_hook(lambda gradient: events.append("backward")) and None
         )
         model, criterion = parallelize(net, nn.CrossEntropyLoss())
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-        )
+        step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
         step(torch.randn(4, 4), class_targets(4))
     finally:
         ranks.start_copy = start_copy
@@ -94,14 +94,14 @@ def check_losses(rank, sizes, micro_batch_size, names):
         model, parallel = parallelize(OnTop(name), criterion)
         found = parallel(model(my_inputs), *my_targets)
         found.backward()
-        torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+        assert_equal(found.detach(), loss)
         assert_same_gradients(gradients(model.module, criterion), expected)
 
         criterion = make_criterion()
         model, parallel = parallelize(OnTop(name), criterion)
-        optimizer = torch.optim.SGD([*model.parameters(), *parallel.parameters()], lr=0.1)
+        optimizer = sgd(model, parallel)
         step = TrainStep(model, parallel, optimizer, micro_batch_size=micro_batch_size)
-        torch.testing.assert_close(step(my_inputs, my_targets), loss, rtol=1e-10, atol=1e-10)
+        assert_equal(step(my_inputs, my_targets), loss)
         assert_same_gradients(gradients(model.module, criterion), expected)
 
 
@@ -237,7 +237,7 @@ def test_first_backward_may_fail_anywhere(rank, place, frozen):
         net.register_forward_hook(
             lambda *of: of[2].requires_grad and of[2].register_hook(fail) and None
         )
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    step = TrainStep(model, criterion, sgd(model, lr=0.0))
     inputs, targets = torch.randn(5, 4), class_targets(5)
     with pytest.raises(
         (ValueError, RuntimeError), match="this rank fails" if rank == 0 else "1 of 2 ranks failed"
@@ -271,9 +271,7 @@ def test_gradients_do_not_depend_on_the_previous_update(rank):
     model, criterion = parallelize(build_net().float(), torch.nn.CrossEntropyLoss())
     found = []
     for before, rows in ((None, 11), (3, 11), (11, 11), (20, 11), (None, 16), (16, 16)):
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=4
-        )
+        step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=4)
         if before is not None:
             step(inputs[-before:], targets[-before:])
         with Calls(torch.ops.aten._foreach_mul_.Scalar) as multiplications:
@@ -308,9 +306,7 @@ def check_chosen(rank):
                 total = total + nn.functional.cross_entropy(plain(some), wanted, reduction="sum")
             (total / 6).backward()
             model.module.chosen = chosen[rank]
-            torch.testing.assert_close(
-                update(*halves[rank]), (total / 6).detach(), rtol=1e-10, atol=1e-10
-            )
+            assert_equal(update(*halves[rank]), (total / 6).detach())
             assert_same_gradients(gradients(model.module), gradients(plain))
 
 

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 from helpers.scripts import SCRIPT, SENTENCES
@@ -85,7 +86,7 @@ def hang(rank):
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
     net = build_net()
     model, criterion = parallelize(net, nn.MSELoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = TrainStep(model, criterion, sgd(model))
     batch = torch.ones(2, 4), torch.ones(2, 5)
     for _ in range(2):
         step(*batch)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ddp import Chosen
+from helpers.optimizers import sgd
 from helpers.problems import (
     assert_same_gradients,
     build_net,
@@ -22,6 +23,7 @@ from helpers.problems import (
 )
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -73,7 +75,7 @@ def test_gradients_of_a_method_besides_forward_are_reduced(rank):
             model.call("encode_image", my_rows(x, rank), scale), my_rows(target, rank)
         )
         found.backward()
-        torch.testing.assert_close(found.detach(), loss.detach())
+        assert_close(found.detach(), loss.detach())
         assert_same_gradients(gradients(module), expected)
     assert model(my_rows(x, rank)).sizes == (SIZES[rank],)
 
@@ -108,7 +110,7 @@ def test_frozen_module_without_a_criterion_is_not_wrapped_in_ddp(rank):
     wanted = teaching(my_rows(x * 2, rank))
     found = DataParallelCriterion(nn.MSELoss())(model(my_rows(x, rank)), wanted)
     found.backward()
-    torch.testing.assert_close(found.detach(), loss.detach())
+    assert_close(found.detach(), loss.detach())
     assert_same_gradients(gradients(student), expected)
 
 
@@ -122,7 +124,7 @@ def test_gather_over_ranks_along_another_dimension(rank):
     model = parallelize(module, dim=1)
     outputs = model(my_rows(x, rank, 1))
     assert outputs.sizes == (SIZES[rank],)
-    torch.testing.assert_close(outputs.gather(), expected)  # rows of both ranks
+    assert_close(outputs.gather(), expected)  # rows of both ranks
 
 
 def test_parallelize_without_a_criterion_returns_the_model():
@@ -160,22 +162,17 @@ def test_several_means_are_divided_by_the_weights_of_all_ranks(rank, sizes, micr
     model, criterion = parallelize(
         module, DataParallelCriterion(two_means, weight=COUNTS, minimum=1)
     )
-    step = TrainStep(
-        model,
-        criterion,
-        torch.optim.SGD(module.parameters(), lr=0.0),
-        micro_batch_size=micro_batch_size,
-    )
+    step = TrainStep(model, criterion, sgd(module, lr=0.0), micro_batch_size=micro_batch_size)
     mine, targets = x.split(sizes)[rank], target.split(sizes)[rank]
     for _ in range(2):
         found, outputs = step(mine, targets, return_outputs=True)
-        torch.testing.assert_close(found, loss)
+        assert_close(found, loss)
         assert_same_gradients(gradients(module), expected)
-        torch.testing.assert_close(outputs.gather(), module(x).detach())
+        assert_close(outputs.gather(), module(x).detach())
     module.zero_grad()
     found = sum(criterion(model(mine), targets).values())
     found.backward()
-    torch.testing.assert_close(found.detach(), loss)
+    assert_close(found.detach(), loss)
     assert_same_gradients(gradients(module), expected)
 
 

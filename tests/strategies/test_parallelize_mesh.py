@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.ddp import assert_update
 from helpers.fsdp import Language, language_batch, whole
+from helpers.optimizers import sgd
 from helpers.problems import plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
@@ -105,7 +106,7 @@ def test_a_mesh_may_have_copies_and_shards(rank):
             Language().double(), nn.CrossEntropyLoss(), mesh=dimensions, strategy=strategy
         )
         assert isinstance(model, DistributedModel) == (dimensions.ndim == 1)
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+        step = TrainStep(model, criterion, sgd(model, lr=0.0))
         assert_update(step, model.module, batch, [2] * 4, rank, expected)
 
 

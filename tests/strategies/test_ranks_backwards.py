@@ -6,9 +6,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, TrainStep, gather, parallelize, weighted_mean
 
@@ -77,10 +79,10 @@ def check(rank, way, strategy, sizes):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
     results = way(model, criterion, *(tensor.split(sizes)[rank] for tensor in tensors))
     for result, value in zip(results or (), expected or (), strict=True):
-        torch.testing.assert_close(result, value, rtol=1e-10, atol=1e-12)
+        assert_close(result, value, rtol=1e-10, atol=1e-12)
     for parameter, other in zip(model.module.parameters(), plain.parameters(), strict=True):
         gradient = parameter.grad.full_tensor() if strategy == "fsdp" else parameter.grad
-        torch.testing.assert_close(gradient, other.grad, rtol=1e-10, atol=1e-12)
+        assert_close(gradient, other.grad, rtol=1e-10, atol=1e-12)
     return True
 
 
@@ -217,10 +219,8 @@ def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, i
     model, criterion = parallelize(
         copy.deepcopy(plain), nn.CrossEntropyLoss(), ["cpu"], strategy="ddp"
     )
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
+    optimizer = sgd(plain)
     for rows in (7, 5, 1):
         inputs, targets = torch.randn(rows, 4).double(), torch.randint(3, (rows,))
         part = slice(0, (rows + 1) // 2) if rank == 0 else slice((rows + 1) // 2, rows)
@@ -232,10 +232,8 @@ def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, i
         loss = F.cross_entropy(plain(inputs), targets)
         loss.backward()
         optimizer.step()
-        torch.testing.assert_close(
-            step(inputs[part], targets[part]), loss.detach(), rtol=1e-10, atol=1e-12
-        )
-    torch.testing.assert_close(model.module.weight, plain.weight, rtol=1e-10, atol=1e-12)
+        assert_close(step(inputs[part], targets[part]), loss.detach(), rtol=1e-10, atol=1e-12)
+    assert_close(model.module.weight, plain.weight, rtol=1e-10, atol=1e-12)
 
 
 class Adapted(nn.Module):
@@ -310,7 +308,7 @@ def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(ra
 @on_ranks(2)
 def test_error_before_the_first_forward_of_shards_is_raised_as_it_is(rank):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = TrainStep(model, criterion, sgd(model))
 
     def fail(module, inputs):
         raise KeyError("a mistake")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 from torch import nn
@@ -116,7 +117,7 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
     """Returns the losses and weights of some updates, and the errors on the way. A step that fails is repeated."""
     torch.manual_seed(0)
     model, criterion = parallelize(Net(), CRITERIA[loss](), ["cpu"], strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     step = TrainStep(
         model,
         criterion,

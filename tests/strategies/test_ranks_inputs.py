@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
@@ -121,7 +123,7 @@ def check(rank, way, strategy, name, sizes):
     parts = [tensor.split(sizes)[rank] for tensor in (x, y)]
     results = way(models, LOSSES[name](), parts[0].clone().requires_grad_(), parts[1])
     for result, value in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, value.split(sizes)[rank], rtol=1e-10, atol=1e-12)
+        assert_close(result, value.split(sizes)[rank], rtol=1e-10, atol=1e-12)
     for model, other in zip(models, plain, strict=True):
         for parameter, expected in zip(model.module.parameters(), other.parameters(), strict=True):
             gradient = parameter.grad
@@ -129,7 +131,7 @@ def check(rank, way, strategy, name, sizes):
                 assert gradient is expected.grad
                 continue
             gradient = gradient.full_tensor() if strategy == "fsdp" else gradient
-            torch.testing.assert_close(gradient, expected.grad, rtol=1e-10, atol=1e-12)
+            assert_close(gradient, expected.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -161,7 +163,7 @@ def test_losses_of_gathered_outputs_and_of_weighted_means_have_the_same_gradient
     ):
         part = x.split(sizes)[rank].clone().requires_grad_()
         compute(model(part), y.split(sizes)[rank]).backward()
-        torch.testing.assert_close(part.grad, whole.grad.split(sizes)[rank], rtol=1e-10, atol=1e-12)
+        assert_close(part.grad, whole.grad.split(sizes)[rank], rtol=1e-10, atol=1e-12)
 
 
 class Forces(nn.Module):
@@ -181,9 +183,7 @@ def test_forces_of_a_forward_are_trained_by_steps(rank):
     plain = Forces()
     F.mse_loss(plain(x.clone().requires_grad_()), y).backward()
     model, criterion = parallelize(Forces(), nn.MSELoss(), ["cpu"])
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=1
-    )
+    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=1)
     part = x.split([2, 3])[rank].clone().requires_grad_()
     for _ in range(2):
         step(part, y.split([2, 3])[rank])
@@ -191,4 +191,4 @@ def test_forces_of_a_forward_are_trained_by_steps(rank):
     for parameter, other in zip(model.module.parameters(), plain.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None)
         if other.grad is not None:
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)
+            assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)

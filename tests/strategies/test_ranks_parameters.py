@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from helpers.fsdp import whole
+from helpers.optimizers import sgd
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, convert_sync_batchnorm, parallelize
 
@@ -45,7 +47,7 @@ def batch_of(net, *sizes):
 
 def assert_gradients(module, plain):
     for parameter, expected in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(parameter.grad), expected.grad, rtol=1e-10, atol=1e-12)
+        assert_close(whole(parameter.grad), expected.grad, rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(2)
@@ -62,7 +64,7 @@ def test_a_penalty_with_a_backward_of_its_own_equals_the_plain_program(rank):
             criterion(model(rows[0]), rows[1]).backward()
             penalty(model.module).backward()
             assert_gradients(model.module, plain)
-            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.0))
+            step = TrainStep(model, criterion, sgd(model, lr=0.0))
             for parameter in model.parameters():
                 parameter.register_hook(
                     lambda gradient, parameter=parameter: gradient + parameter.detach()
@@ -108,7 +110,7 @@ def test_a_penalty_of_gathered_parameters_counts_on_a_rank_without_rows(rank):
         ),
         strategy="fsdp",
     )
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+    step = TrainStep(model, criterion, sgd(model))
     with pytest.raises(RuntimeError, match="a loss uses sharded parameters"):
         step(inputs, targets)
 
@@ -158,7 +160,7 @@ def test_a_forward_that_writes_to_gathered_parameters_is_an_error(rank):
     for spelling in ("data", "in place of data", "no_grad", "out", "foreach"):
         for by_hand in (True, False):
             model, criterion = parallelize(bounded(spelling), nn.MSELoss(), strategy="fsdp")
-            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+            step = TrainStep(model, criterion, sgd(model))
             with pytest.raises(
                 RuntimeError, match=r"a forward writes to [13].weight, .*after the update"
             ):
@@ -181,7 +183,7 @@ def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
         for by_hand in (True, False):
             plain = bounded(spelling)
             model, criterion = parallelize(bounded(spelling), nn.MSELoss(), strategy="ddp")
-            optimizers = [torch.optim.SGD(each.parameters(), 0.3) for each in (plain, model)]
+            optimizers = [sgd(each, lr=0.3) for each in (plain, model)]
             step = TrainStep(model, criterion, optimizers[1])
             torch.manual_seed(1)
             for sizes in ([5, 0], [2, 3], [0, 5], [0, 4]):
@@ -197,7 +199,7 @@ def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
                 else:
                     step(*rows)
                 for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
+                    assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
 
 
 class Counted(nn.Module):
@@ -235,10 +237,8 @@ def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
             plain = counted()
             model, criterion = parallelize(counted(), nn.MSELoss(), strategy=strategy)
             rows = 1 if way == "micro-batches" else None
-            step = TrainStep(
-                model, criterion, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=rows
-            )
-            optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+            step = TrainStep(model, criterion, sgd(model), micro_batch_size=rows)
+            optimizer = sgd(plain)
             torch.manual_seed(1)
             for sizes in (
                 [1, 2],
@@ -265,9 +265,9 @@ def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
                         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                             parameter.grad = gradient
                     step.optimizer.step()
-                torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=1e-12)
+                assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=1e-12)
                 for buffer, other in zip(model.module.buffers(), plain.buffers(), strict=True):
-                    torch.testing.assert_close(buffer, other, rtol=1e-10, atol=1e-12)
+                    assert_close(buffer, other, rtol=1e-10, atol=1e-12)
 
 
 class Chunks(nn.Module):
@@ -331,7 +331,7 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
     inputs = torch.randn(3, 4)
     for by_hand in (True, False):
         model, criterion = parallelize(Forces(), nn.MSELoss(), strategy="fsdp")
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+        step = TrainStep(model, criterion, sgd(model))
         with pytest.raises(
             RuntimeError, match="gradients were asked for in a forward.* expected strategy='ddp'"
         ):
@@ -339,7 +339,7 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model, criterion = parallelize(net, nn.MSELoss(), strategy="fsdp")
     net[2](inputs)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+    step = TrainStep(model, criterion, sgd(model))
     with pytest.raises(RuntimeError, match="FSDP state has already been lazily initialized for 2"):
         step(inputs, inputs)
     for index in (
@@ -364,7 +364,7 @@ def test_another_state_on_one_rank_is_an_error(rank):
     """Each rank would take its shards of its own state."""
     for strategy in STRATEGIES:
         model, criterion = parallelize(Net(), nn.MSELoss(), strategy=strategy)
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+        step = TrainStep(model, criterion, sgd(model))
         inputs, targets = batch_of(model.module, 3)
         states = []
         for _ in range(2):

@@ -5,10 +5,18 @@ import warnings
 import pytest
 import torch
 from helpers.fsdp import whole, whole_gradients
-from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
+from helpers.optimizers import sgd
+from helpers.problems import (
+    assert_equal,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+)
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelModel,
@@ -73,13 +81,13 @@ def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program(ran
         forwards = model.module.forwards.item()
         for piece in range(start, start + len(window[rank])):
             step.add(inputs.split(sizes)[piece], targets.split(sizes)[piece])
-        torch.testing.assert_close(step.apply(), loss.detach(), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(step.grad_norm, norm, rtol=1e-10, atol=0.0)
+        assert_equal(step.apply(), loss.detach())
+        assert_close(step.grad_norm, norm, rtol=1e-10, atol=0.0)
         assert model.module.forwards.item() == forwards + 1  # once per update, on all ranks
         assert_same_gradients(whole_gradients(model.module), gradients(plain))
         assert model.module.never.weight.grad is None
         for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(one), other, rtol=1e-9, atol=1e-10)
+            assert_close(whole(one), other, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -104,7 +112,7 @@ def test_zero_weight_on_all_ranks_skips_the_update(rank, strategy):
 def check_half(rank, strategy):
     """One decision for all ranks to skip a step, and one scale, though only one rank overflows, or has rows at all."""
     model, criterion = parallelize(build_net(), nn.MSELoss(), precision="fp16", strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     step = TrainStep(model, criterion, optimizer, precision="fp16", micro_batch_size=2)
     step(torch.randn(3 * rank, 4), torch.rand(3 * rank, 5))
     assert all(gradient.abs().max() < 10 for gradient in whole_gradients(model))  # unscaled on both
@@ -139,9 +147,7 @@ def build_with_batch_norm():
 def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank, strategy):
     plain, net = build_with_batch_norm(), convert_sync_batchnorm(build_with_batch_norm())
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy=strategy)
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2
-    )
+    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=2)
     torch.manual_seed(1)
     inputs, targets = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
     mine = slice(0, 4) if rank == 0 else slice(0, 0)
@@ -151,18 +157,14 @@ def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank, strategy):
         for rows in (slice(0, 2), slice(2, 4)):
             (nn.functional.cross_entropy(plain(inputs[rows]), targets[rows]) / 2).backward()
         assert_same_gradients(whole_gradients(net), gradients(plain))
-        torch.testing.assert_close(net[1].running_mean, plain[1].running_mean)
+        assert_close(net[1].running_mean, plain[1].running_mean)
 
 
 @on_ranks(2)
 def test_replicas_of_one_process_are_refused_where_ranks_are_running(rank):
     model, criterion = parallelize(build_net(), nn.MSELoss())
     with pytest.raises(TypeError, match=r"2 ranks are running.*use parallelize"):
-        TrainStep(
-            DataParallelModel(build_net(), ["cpu"]),
-            criterion,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-        )
+        TrainStep(DataParallelModel(build_net(), ["cpu"]), criterion, sgd(model))
 
 
 def waits_of_a_step(rank, strategy, place, precision, weights=None, rows=(5, 3)):

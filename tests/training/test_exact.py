@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.exact import digest, each_leaf
+from helpers.optimizers import sgd
 from helpers.problems import (
     BODIES,
     assert_same_gradients,
@@ -21,6 +22,7 @@ from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
 from helpers.steps import make_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -97,20 +99,18 @@ def check_values(rank, ranks, body, loss, devices=("cpu",)):
     targets = (labels, torch.randn(ROWS, 5)) if has_values else (labels,)
     expected_loss, expected = plain_program(plain, make_criterion(), inputs, targets)
     model, criterion = parallelize(module, criterion, list(devices))
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), max_grad_norm=1e9, **BITS
-    )
+    step = TrainStep(model, criterion, sgd(module, lr=0.0), max_grad_norm=1e9, **BITS)
     rows = slice(None) if ranks == 1 else slice(*SHARES[ranks][rank : rank + 2])
     for _ in range(2):
         found = step(inputs[rows], tuple(target[rows] for target in targets))
-        torch.testing.assert_close(found, expected_loss, rtol=1e-9, atol=1e-9)
+        assert_close(found, expected_loss, rtol=1e-9, atol=1e-9)
         assert_same_gradients(gradients(module), expected, tolerance=1e-9)
         norm = (
             torch.stack([gradient.square().sum() for gradient in expected if gradient is not None])
             .sum()
             .sqrt()
         )
-        torch.testing.assert_close(step.grad_norm, norm, rtol=1e-9, atol=1e-9)
+        assert_close(step.grad_norm, norm, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.usefixtures("double")
@@ -138,8 +138,8 @@ def test_small_gradients_beside_large_ones_have_the_precision_of_their_group():
             net.weight.zero_()
         step(inputs[order], torch.ones(6, 1)[order])
         found.append(net.weight.grad)
-    torch.testing.assert_close(found[0], -2 * inputs[:2].sum(0)[None], rtol=1e-6, atol=0)
-    torch.testing.assert_close(found[3], found[2], rtol=1e-6, atol=0)
+    assert_close(found[0], -2 * inputs[:2].sum(0)[None], rtol=1e-6, atol=0)
+    assert_close(found[3], found[2], rtol=1e-6, atol=0)
 
 
 class Unused(nn.Module):
@@ -176,9 +176,7 @@ def test_outputs_are_those_of_each_group():
     step, (inputs, labels) = make_step(build_net(), devices=3, lr=0.0, **BITS), batch()
     _, outputs = step(inputs, labels, return_outputs=True)
     assert [len(output) for output in outputs] == [2, 2, 2, 2, 2, 1]
-    torch.testing.assert_close(
-        torch.cat(list(outputs)), step.model.module(inputs).detach(), rtol=1e-5, atol=1e-6
-    )
+    assert_close(torch.cat(list(outputs)), step.model.module(inputs).detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_without_the_setting_nothing_of_it_is_called():
@@ -236,7 +234,7 @@ def test_sums_are_the_same_in_any_order_and_in_any_parts(dtype):
         [math.fsum(column) for column in torch.stack(gradients).double().t().tolist()],
         dtype=torch.float64,
     )
-    torch.testing.assert_close(
+    assert_close(
         expected, exactly.to(dtype), rtol=1e-7 if dtype == torch.float32 else 1e-10, atol=1e-10
     )
     in_turn = [
@@ -267,7 +265,7 @@ def test_a_norm_is_the_same_for_any_cut_of_the_gradients():
     ]
     cuts.append(cuts[2][::-1])
     assert len({norm_of(cut) for cut in [whole, *cuts]}) == 1
-    torch.testing.assert_close(
+    assert_close(
         exact.clip_exactly([], 1.0), torch.tensor(0.0, dtype=torch.float64), check_dtype=False
     )
     flat = torch.cat([tensor.flatten() for tensor in whole[2:]])
@@ -319,9 +317,7 @@ def fail_on_rank(rank, failing):
     net, (inputs, labels) = Failing(), batch()
     rows = slice(*SHARES[2][rank : rank + 2])
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), max_grad_norm=1.0, **BITS
-    )
+    step = TrainStep(model, criterion, sgd(net), max_grad_norm=1.0, **BITS)
     torch.manual_seed(7)
     if failing:
         net.left[0] = 3 if rank == 1 else 0
@@ -622,9 +618,7 @@ def test_a_parameter_of_model_and_criterion_on_several_devices_is_refused():
         with pytest.raises(
             ValueError, match="a parameter that model and criterion share on several devices"
         ):
-            TrainStep(
-                DataParallelModel(net), criterion, torch.optim.SGD(net.parameters(), lr=0.1), **BITS
-            )
+            TrainStep(DataParallelModel(net), criterion, sgd(net), **BITS)
 
 
 def test_a_state_of_other_groups_is_loaded_with_a_warning():
@@ -640,9 +634,7 @@ def make_rank_step(**settings):
     model, criterion = parallelize(
         build_net(), nn.CrossEntropyLoss(), ["cpu"], strategy=settings.pop("strategy", "ddp")
     )
-    return TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **{**BITS, **settings}
-    )
+    return TrainStep(model, criterion, sgd(model), **{**BITS, **settings})
 
 
 def check_refusals_of_ranks(rank):

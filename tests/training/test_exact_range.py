@@ -6,6 +6,7 @@ from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
 from helpers.steps import make_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, parallelize, simulate
 from balanced_parallel.training import exact
@@ -60,9 +61,7 @@ def test_small_elements_beside_large_ones_are_trained(dtype, scales):
     for optimizer in (sgd,) if dtype == torch.float64 else (sgd, torch.optim.Adam):
         expected = column_updates(scales, False, dtype, optimizer)
         assert expected.all() or dtype == torch.float32
-        torch.testing.assert_close(
-            column_updates(scales, "bits", dtype, optimizer), expected, rtol=1e-3, atol=0
-        )
+        assert_close(column_updates(scales, "bits", dtype, optimizer), expected, rtol=1e-3, atol=0)
 
 
 def test_an_element_has_twelve_bits_at_least():
@@ -71,7 +70,7 @@ def test_an_element_has_twelve_bits_at_least():
         total, result = exact.ExactSum(), torch.zeros_like(gradient)
         total.add(gradient, *exact.magnitudes_of([gradient])[0])
         total.write(result)
-        torch.testing.assert_close(result, gradient, rtol=2.0**-11, atol=0)
+        assert_close(result, gradient, rtol=2.0**-11, atol=0)
 
 
 # Half precision
@@ -90,7 +89,7 @@ def test_the_first_update_of_fp16_is_made():
         step(*batch(4096))
         changes.append(net[0].weight.detach() - before)
     assert changes[1].abs().max() > 1e-3
-    torch.testing.assert_close(changes[1], changes[0], rtol=0.02, atol=1e-4)
+    assert_close(changes[1], changes[0], rtol=0.02, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -113,8 +112,8 @@ def test_parameters_in_half_precision_have_the_gradients_of_the_mean(dtype):
         results.append((net.weight.grad.double(), step.grad_norm))
     (expected, norm), (found, found_norm) = results
     assert norm > 500
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=1)
-    torch.testing.assert_close(found_norm.double(), norm.double(), rtol=0.02, atol=0)
+    assert_close(found, expected, rtol=0.02, atol=1)
+    assert_close(found_norm.double(), norm.double(), rtol=0.02, atol=0)
 
 
 def train_with_an_empty_rank(rank):

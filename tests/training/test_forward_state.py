@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
@@ -109,9 +110,7 @@ def batches():
 
 def train(net, criterion, devices, method, **settings):
     model = DataParallelModel(net, devices)
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), **settings
-    )
+    step = TrainStep(model, criterion, sgd(net, lr=0.05, momentum=0.9), **settings)
     losses = []
     for inputs, targets in batches():
         if method == "step":
@@ -124,7 +123,7 @@ def train(net, criterion, devices, method, **settings):
 
 
 def trained_plainly(net, criterion):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    optimizer = sgd(net, lr=0.05, momentum=0.9)
     losses = []
     for inputs, targets in batches():
         optimizer.zero_grad()

@@ -15,11 +15,13 @@ from helpers.coupled import (
     rank_update,
     split_update,
 )
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
 from helpers.steps import make_step, run
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
@@ -112,11 +114,11 @@ def test_both_passes_draw_the_same_numbers_and_statistics_move_once(kind):
         torch.manual_seed(seed), random.seed(seed)
         found, outputs = step(inputs, targets, return_outputs=True)
         assert (torch.rand(1), random.random()) == after
-        torch.testing.assert_close(found, loss.detach())
-        torch.testing.assert_close(gather(outputs).shape, (12, CLASSES))
+        assert_close(found, loss.detach())
+        assert_close(gather(outputs).shape, (12, CLASSES))
         assert_same_gradients(gradients(net), gradients(plain))
         for mine, expected in zip(net.buffers(), plain.buffers(), strict=True):
-            torch.testing.assert_close(mine, expected)
+            assert_close(mine, expected)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(None, [11]), (6, [6, 5] * 2)])
@@ -236,9 +238,7 @@ def scaled_update(rank, scale):
     net, inputs = Scaled(scale), torch.randn(8, 4, dtype=torch.float64)
     targets = torch.randint(CLASSES, (8,))
     model, criterion = parallelize(net, DiceLoss(), ["cpu"])
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2
-    )
+    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=2)
     half = slice(4 * rank, 4 * rank + 4)
     step(inputs[half], targets[half])
     net.scale.fill_(scale + rank)  # rank 1 has another one
@@ -270,9 +270,7 @@ def memory_error(rank):
     model, criterion = parallelize(
         FullDevice(4, CLASSES), DataParallelCriterion(DiceLoss(), whole=True), ["cpu"]
     )
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size="auto"
-    )
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size="auto")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step(torch.randn(4, 4), torch.randint(CLASSES, (4,)))
     return str(caught.value)

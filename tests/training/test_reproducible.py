@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.by_row import has_kernels_of_torch
+from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from helpers.slow import slow_but
 from helpers.steps import make_step as make_step_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import ByCost, DataParallelCriterion, TrainStep, parallelize, simulate
 from balanced_parallel.runtime import row_random
@@ -93,7 +95,7 @@ def train(step, updates=2, add=None):
 
 def assert_equal(found, expected):
     for one, other in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        assert_close(one, other, rtol=1e-10, atol=1e-12)
     assert torch.equal(found[1], expected[1])
 
 
@@ -156,7 +158,7 @@ def test_a_draw_on_the_host_that_runs_again_in_the_backward_of_a_device_is_the_s
 
     expected = gradients(["cpu"])
     with simulate(2):
-        torch.testing.assert_close(gradients(["sim:0", "sim:1"]), expected)
+        assert_close(gradients(["sim:0", "sim:1"]), expected)
 
 
 def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers(expected):
@@ -177,11 +179,7 @@ def train_on_rank(rank, strategy, sizes, micro_batch_size):
     net, (words, labels) = Net().double(), batch()
     model, criterion = parallelize(net, NoisyLabels(), ["cpu"], weight="rows", strategy=strategy)
     step = TrainStep(
-        model,
-        criterion,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        micro_batch_size=micro_batch_size,
-        reproducible=True,
+        model, criterion, sgd(model), micro_batch_size=micro_batch_size, reproducible=True
     )
     torch.manual_seed(5 + rank)
     rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
@@ -208,8 +206,8 @@ RANKS = [*itertools.product([([5, 2], None), ([4, 3], 2), ([7, 0], 3)], ["ddp", 
 def test_ranks_draw_the_numbers_of_one_device(rows, strategy, expected):
     first, second = run_ranks(2, train_on_rank, strategy, *rows)
     for one, other in zip(first[0], expected[0], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(second[0], first[0])
+        assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert_close(second[0], first[0])
 
 
 def test_the_small_forwards_leave_buffers_and_generators_alone():
@@ -248,7 +246,7 @@ def test_modules_in_evaluation_and_in_training_are_two_kinds():
         each(*batch())
         each.model.eval()
         each.last = each(*batch())
-    torch.testing.assert_close(step.last, other.last)
+    assert_close(step.last, other.last)
 
 
 class LayerDrop(nn.Module):
@@ -407,7 +405,7 @@ def test_several_means_with_weights_are_those_of_one_device():
                 Net().double(), criterion, devices=devices, micro_batch_size=2, reproducible=True
             )(*batch())
         )
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+    assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("reproducible", [False, True, "bits"])
@@ -453,7 +451,7 @@ def test_noise_of_a_criterion_needs_a_weight_where_rows_are_split():
                 reproducible=True,
             )(words, labels)
         )
-    torch.testing.assert_close(*losses)
+    assert_close(*losses)
     for devices, micro_batch_size in ((3, None), (1, 2)):
         criterion = DataParallelCriterion(NoisyLabels())
         step = make_step_of(

@@ -16,9 +16,11 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.problems import (
     BODIES,
     CLASSES,
+    assert_equal,
     assert_same_gradients,
     build_net,
     class_targets,
@@ -29,6 +31,7 @@ from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
 from helpers.steps import batch, make_step, rows_of, run
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -52,8 +55,8 @@ def test_bfloat16_and_float16_losses_are_close_to_float32():
         losses[precision] = torch.stack([step(x, target) for _ in range(20)])
         assert step.precision.name == precision
     assert losses["fp32"][-1] < losses["fp32"][0]
-    torch.testing.assert_close(losses["bf16"], losses["fp32"], rtol=0.03, atol=0.03)
-    torch.testing.assert_close(losses["fp16"], losses["fp32"], rtol=0.01, atol=0.01)
+    assert_close(losses["bf16"], losses["fp32"], rtol=0.03, atol=0.03)
+    assert_close(losses["fp16"], losses["fp32"], rtol=0.01, atol=0.01)
 
 
 def test_step_on_one_device_is_bitwise_equal_to_the_plain_program():
@@ -80,7 +83,7 @@ def test_replica_that_uses_no_parameter_equals_the_plain_program(double):
     ) / 9
     loss.backward()
     expected = gradients(net)
-    torch.testing.assert_close(make_step(net, split=[1, 2])(x, target), loss.detach())
+    assert_close(make_step(net, split=[1, 2])(x, target), loss.detach())
     assert_same_gradients(gradients(net), expected)
 
 
@@ -113,7 +116,7 @@ def test_invalid_settings_raise_an_error(settings, message):
 
 def test_invalid_models_criteria_and_batches_raise_an_error():
     net = build_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     with pytest.raises(TypeError, match="the model is a Sequential, expected a DataParallelModel"):
         TrainStep(net, DataParallelCriterion(F.mse_loss), optimizer)
     with pytest.raises(
@@ -155,7 +158,7 @@ def test_steps_on_three_devices_give_the_parameters_of_one_device(body, precisio
         with simulate(count):
             net = copy.deepcopy(start).to("sim:0")
             model, criterion = parallelize(net, nn.CrossEntropyLoss(), precision=precision)
-            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            optimizer = sgd(net)
             step = TrainStep(
                 model, criterion, optimizer, micro_batch_size=micro_batch_size, precision=precision
             )
@@ -167,7 +170,7 @@ def test_steps_on_three_devices_give_the_parameters_of_one_device(body, precisio
     losses, found = trained(3, 2)
     assert losses == pytest.approx(expected_losses, rel=tolerance)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+        assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("targets", [(), ((),)], ids=["omitted", "empty"])
@@ -175,9 +178,9 @@ def test_a_criterion_without_targets_is_called_with_the_output_alone(targets):
     net, inputs = nn.Linear(4, 3), torch.randn(7, 4)
     criterion = DataParallelCriterion(lambda output: output.square().mean(), weight="rows")
     step = make_step(net, criterion, lr=0.0, micro_batch_size=1)
-    torch.testing.assert_close(step(inputs, *targets), net(inputs).square().mean().detach())
+    assert_close(step(inputs, *targets), net(inputs).square().mean().detach())
     step.add(inputs, *targets)
-    torch.testing.assert_close(step.apply(), net(inputs).square().mean().detach())
+    assert_close(step.apply(), net(inputs).square().mean().detach())
 
 
 def train(step, numbers, mine):
@@ -200,7 +203,7 @@ def check_copied(rank, ranks, name, whole, precision):
             net, nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5)), devices
         )
         optimizer = torch.optim.AdamW(net[0].parameters(), lr=0.1)
-        other = torch.optim.SGD(net[2].parameters(), lr=0.1)
+        other = sgd(net[2])
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         settings = {"micro_batch_size": 2, "precision": precision, "scheduler": scheduler}
         return (
@@ -218,7 +221,7 @@ def check_copied(rank, ranks, name, whole, precision):
     copied = duplicate(parts)[-1] if whole else duplicate(step)
     assert not {id(p) for p in copied.model.parameters()} & {id(p) for p in step.model.parameters()}
     for one in (copied, step):
-        torch.testing.assert_close(train(one, range(2, 5), mine), expected[2:], rtol=0, atol=0)
+        assert_close(train(one, range(2, 5), mine), expected[2:], rtol=0, atol=0)
 
 
 COPIES = list(itertools.product([1, 2], [False, True], DUPLICATES, ["fp32", "fp16"]))
@@ -246,7 +249,7 @@ def test_copy_of_a_step_does_not_share_the_accumulation(double, micro_batch_size
     copied = DUPLICATES[duplicate](step)
     for one, (inputs, targets) in ((copied, second), (step, first)):
         loss = copied(inputs, targets) if one is copied else step.apply()
-        torch.testing.assert_close(loss, F.cross_entropy(net(inputs), targets).detach())
+        assert_close(loss, F.cross_entropy(net(inputs), targets).detach())
         assert one.micro_batch_size is None
 
 
@@ -388,9 +391,7 @@ def check_failure(rank, fail, micro_batch_size, precision, hooked):
         loss = F.cross_entropy(plain(inputs), targets)
         loss.backward()
         reference.step()
-        torch.testing.assert_close(
-            step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error
-        )
+        assert_close(step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error)
         assert_same_gradients(gradients(net), gradients(plain), error)
         net.load_state_dict(plain.state_dict())
 
@@ -422,15 +423,15 @@ def test_return_outputs_has_the_outputs_before_the_update(double, rows, micro_ba
     expected = net(inputs).detach()
     step = make_step(net, devices=3, micro_batch_size=micro_batch_size)
     loss, outputs = step(inputs, targets, return_outputs=True)
-    torch.testing.assert_close(loss, F.cross_entropy(expected, targets), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(gather(outputs), expected, rtol=1e-10, atol=1e-10)
+    assert_equal(loss, F.cross_entropy(expected, targets))
+    assert_equal(gather(outputs), expected)
     assert outputs.sizes == sizes
     assert [len(output) for output in outputs] == list(sizes)
     assert not any(output.requires_grad for output in outputs)
     again = DataParallelCriterion(nn.CrossEntropyLoss())(
         outputs, targets
     )  # it takes them as it takes the model's own
-    torch.testing.assert_close(again, loss, rtol=1e-10, atol=1e-10)
+    assert_equal(again, loss)
 
 
 def test_outputs_stay_on_their_devices():
@@ -440,7 +441,7 @@ def test_outputs_stay_on_their_devices():
         step = make_step(net, devices=range(3), micro_batch_size=2)
         _, outputs = step(inputs, targets, return_outputs=True)
         assert [str(output.device) for output in outputs] == ["sim:0", "sim:1", "sim:2"] * 2
-        torch.testing.assert_close(gather(outputs, "cpu"), expected)
+        assert_close(gather(outputs, "cpu"), expected)
 
 
 @dataclasses.dataclass
@@ -471,7 +472,7 @@ def test_outputs_keep_their_structure(double):
     )
     assert all(isinstance(output, Output) and output.names == ("a", None) for output in outputs)
     square = gather([output.parts["square"] for output in outputs])
-    torch.testing.assert_close(square, expected, rtol=1e-10, atol=1e-10)
+    assert_equal(square, expected)
     assert not square.requires_grad
 
 
@@ -513,19 +514,17 @@ def test_return_outputs_has_the_rows_of_each_rank(rank):
     net = build_net()
     expected = net(inputs).detach()
     model, criterion = parallelize(net, nn.CrossEntropyLoss())
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=2
-    )
+    step = TrainStep(model, criterion, sgd(net, lr=0.0), micro_batch_size=2)
     mine = slice(0, 1) if rank == 0 else slice(1, None)
     loss, outputs = step(inputs[mine], targets[mine], return_outputs=True)
-    torch.testing.assert_close(loss, F.cross_entropy(expected, targets), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(torch.cat(list(outputs)), expected[mine], rtol=1e-10, atol=1e-10)
+    assert_equal(loss, F.cross_entropy(expected, targets))
+    assert_equal(torch.cat(list(outputs)), expected[mine])
     assert outputs.sizes == ((1,), (2, 2, 1))[rank]
-    torch.testing.assert_close(gather(outputs), expected, rtol=1e-10, atol=1e-10)
+    assert_equal(gather(outputs), expected)
     mine = slice(0, 0) if rank == 0 else slice(0, 6)
     loss, outputs = step(inputs[mine], targets[mine], return_outputs=True)
     assert len(outputs) == 3 * rank
-    torch.testing.assert_close(loss, F.cross_entropy(expected, targets), rtol=1e-10, atol=1e-10)
+    assert_equal(loss, F.cross_entropy(expected, targets))
 
 
 class BySizes(Cut):
@@ -557,7 +556,7 @@ def test_another_way_of_cutting_needs_no_change_of_the_step(reproducible):
         step = make_step(net, reproducible=reproducible, **settings)
         return [step(torch.randn(7, 4).double(), torch.randint(3, (7,))), *net.parameters()]
 
-    torch.testing.assert_close(train(cut=BySizes([1, 3, 2, 1])), train())
+    assert_close(train(cut=BySizes([1, 3, 2, 1])), train())
 
 
 @pytest.mark.parametrize("name", ["max_grad_norm", "skip_above"])

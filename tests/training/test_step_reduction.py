@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import build_net, class_targets
 from torch import nn
 
@@ -13,7 +14,7 @@ ROWS = 7
 
 def plain():
     net, loss = build_net().double(), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     losses = []
     for number, loss.reduction in enumerate(REDUCTIONS):
         inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(number)).double()
@@ -35,7 +36,7 @@ def test_a_reduction_that_is_set_later_is_followed(settings):
     losses, parameters = plain()
     net, loss = build_net().double(), nn.CrossEntropyLoss()
     model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(loss)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     step = TrainStep(model, criterion, optimizer, **settings or {})
     for number, loss.reduction in enumerate(REDUCTIONS):
         inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(number)).double()

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
+    assert_equal,
     assert_same_gradients,
     build_net,
     class_targets,
@@ -145,7 +147,7 @@ def test_a_step_waits_only_where_the_caller_reads_its_loss_and_for_the_scaler(
 def test_half_precision_without_autocast_waits_nowhere(place, weights):
     with simulate(3) as cluster:
         step = make_step(build_net().half(), nn.CrossEntropyLoss(weights), micro_batch_size=2)
-        step.optimizer = torch.optim.SGD(step.model.parameters(), lr=0.1)
+        step.optimizer = sgd(step.model)
         inputs, targets = batch("host")
         inputs = inputs.half().pin_memory()
         targets = targets if place == "host" else targets.to("sim:0")
@@ -204,8 +206,8 @@ def test_loss_and_gradients_are_those_of_the_plain_program(
         for _ in range(2):
             step.optimizer.param_groups[0]["lr"] = 0.0
             step.optimizer.param_groups[0]["weight_decay"] = 0.0
-            torch.testing.assert_close(step(inputs, targets).cpu(), loss, rtol=1e-10, atol=1e-10)
-            assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+            assert_equal(step(inputs, targets).cpu(), loss)
+            assert_same_gradients(gradients(net), expected)
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "class weights"])

@@ -9,10 +9,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import slow, slow_but
 from helpers.steps import batch, make_step, rows_of, run, tolerance_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -29,7 +31,7 @@ CPUS = ["cpu"] * 3
 def make_optimizers(net, *, with_bias=True):
     """An optimizer and a scheduler for each of the two layers, the second with its bias or without it."""
     last = list(net[2].parameters()) if with_bias else [net[2].weight]
-    optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.5), torch.optim.AdamW(last, lr=0.1)]
+    optimizers = [sgd(net[0], lr=0.5), torch.optim.AdamW(last, lr=0.1)]
     schedulers = [
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers
     ]
@@ -72,17 +74,11 @@ def check_several(rank, ranks, precision):
         assert norm > 0.1
         for one in (*references, *reference_schedulers):
             one.step()
-        torch.testing.assert_close(
-            step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error
-        )
-        torch.testing.assert_close(
-            step.grad_norm, norm, rtol=error, atol=0.0
-        )  # before it is clipped
+        assert_close(step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error)
+        assert_close(step.grad_norm, norm, rtol=error, atol=0.0)  # before it is clipped
         assert_same_gradients(gradients(net), gradients(plain), error)
         if precision == "fp32":
-            torch.testing.assert_close(
-                list(net.parameters()), list(plain.parameters()), rtol=error, atol=error
-            )
+            assert_close(list(net.parameters()), list(plain.parameters()), rtol=error, atol=error)
         net.load_state_dict(plain.state_dict())
     assert [one.get_last_lr() for one in schedulers] == [
         one.get_last_lr() for one in reference_schedulers
@@ -157,17 +153,14 @@ def test_overflow_skips_fused_optimizers(fused):
 
 def test_parameter_in_two_optimizers_raises_an_error():
     net = build_net()
-    both = [torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net[2].parameters(), lr=0.1)]
+    both = [sgd(net), sgd(net[2])]
     message = (
         r"model\.2\.weight of shape \(5, 6\) is in the optimizers 0 and 1, expected in one of them"
     )
     with pytest.raises(ValueError, match=message):
         make_step(net, optimizer=both)
     other = nn.Parameter(torch.zeros(2))
-    several = [
-        torch.optim.SGD([*net[0].parameters(), other], lr=0.1),
-        torch.optim.SGD(net[2].parameters(), lr=0.1),
-    ]
+    several = [torch.optim.SGD([*net[0].parameters(), other], lr=0.1), sgd(net[2])]
     step = make_step(net, optimizer=several)
     step(torch.randn(3, 4), class_targets(3))
     several[1].add_param_group({"params": [other]})
@@ -179,7 +172,7 @@ def test_parameter_in_two_optimizers_raises_an_error():
 
 def test_invalid_optimizers_and_schedulers_raise_an_error():
     net = build_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(
         TypeError,
@@ -215,7 +208,7 @@ def test_invalid_optimizers_and_schedulers_raise_an_error():
 
 def test_schedulers_of_schedulers_are_those_of_their_optimizer():
     net = build_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     parts = [
         torch.optim.lr_scheduler.ConstantLR(optimizer),
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
@@ -246,11 +239,11 @@ def test_gradient_of_a_buffer_equals_the_plain_program(double):
     module, x, target = Prompted(), torch.randn(11, 4), class_targets(11, 3)
     F.cross_entropy(module(x), target).backward()
     expected, module.prompt.grad = module.prompt.grad.clone(), None
-    optimizer = torch.optim.SGD(module.net.parameters(), lr=0.0)
+    optimizer = sgd(module.net, lr=0.0)
     step = make_step(module, nn.CrossEntropyLoss(torch.ones(5)), optimizer, micro_batch_size=2)
     for _ in range(2):
         step(x, target)
-        torch.testing.assert_close(module.prompt.grad, expected)
+        assert_close(module.prompt.grad, expected)
 
 
 class Embedding(nn.Module):
@@ -318,7 +311,7 @@ def check_shared(rank, ranks, precision, given):
     mine = slice(None) if ranks == 1 else slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
     for _ in range(3):
         found = step(inputs[mine], targets[mine])
-        torch.testing.assert_close(found, loss, rtol=tolerance_of(precision), atol=1e-10)
+        assert_close(found, loss, rtol=tolerance_of(precision), atol=1e-10)
         assert_same_gradients(gradients(net, head), expected, tolerance_of(precision))
 
 

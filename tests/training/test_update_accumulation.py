@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.problems import (
     Calls,
+    assert_equal,
     assert_same_gradients,
     build_net,
     class_targets,
@@ -28,12 +29,10 @@ def test_uneven_and_empty_micro_batches_equal_the_plain_program(double):
     step = make_step(net)
     for rows in (slice(0, 3), slice(3, 3), slice(3, 4), slice(4, 9), slice(9, 11)):
         step.add(x[rows], target[rows])
-    torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(step.apply(), loss)
     assert_same_gradients(gradients(net), expected)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x[:4], target[2:6])
-    torch.testing.assert_close(
-        step(x[:4], target[2:6]), loss, rtol=1e-10, atol=1e-10
-    )  # nothing is left of the first window
+    assert_equal(step(x[:4], target[2:6]), loss)  # nothing is left of the first window
     assert_same_gradients(gradients(net), expected)
 
 
@@ -115,7 +114,7 @@ def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_
             Calls(torch.ops.aten._foreach_mul_.Scalar) as rescaled,
         ):
             found = step(x, target)
-        torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+        assert_equal(found, loss)
         assert_same_gradients(gradients(net), expected)
         assert (compared.seen, rescaled.seen) == (
             comparisons,
@@ -123,7 +122,7 @@ def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_
         )  # else for each micro-batch and each replica
     step.add(x[:7], target[:7])
     step.add(x[7:], target[7:])
-    torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(step.apply(), loss)
     assert_same_gradients(gradients(net), expected)
 
 

@@ -7,10 +7,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import slow_but
 from helpers.steps import make_step, rows_of, run, tolerance_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -57,10 +59,7 @@ def check_hooks(rank, ranks, way, precision, strategy):
         net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None, strategy=strategy
     )
     hook(net, calls)
-    reference, optimizer = (
-        torch.optim.SGD(plain.parameters(), lr=0.1),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-    )
+    reference, optimizer = (sgd(plain), sgd(net))
     size = {"micro": 1, "auto": "auto"}.get(way)
     step = TrainStep(
         model, criterion, optimizer, micro_batch_size=size, precision=precision, max_grad_norm=0.1
@@ -75,14 +74,14 @@ def check_hooks(rank, ranks, way, precision, strategy):
         reference.step()
         mine = rows_of(rank, ranks)
         found = train(step, way, inputs[mine], targets[mine])
-        torch.testing.assert_close(found, loss.detach(), rtol=tolerance_of(precision), atol=1e-10)
-        torch.testing.assert_close(step.grad_norm, norm, rtol=tolerance_of(precision), atol=0.0)
+        assert_close(found, loss.detach(), rtol=tolerance_of(precision), atol=1e-10)
+        assert_close(step.grad_norm, norm, rtol=tolerance_of(precision), atol=0.0)
         whole = nn.ParameterList(
             getattr(parameter, "full_tensor", lambda each=parameter: each)()
             for parameter in net.parameters()
         )
         for parameter, expected in zip(whole, plain.parameters(), strict=True):
-            torch.testing.assert_close(
+            assert_close(
                 parameter, expected, rtol=tolerance_of(precision), atol=tolerance_of(precision)
             )
         if strategy != "fsdp":
@@ -125,7 +124,7 @@ def check_unused(rank, ranks):
     net, calls = Branches(), []
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None)
     net.second.weight.register_hook(lambda gradient: calls.append(gradient.shape))
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1))
+    step = TrainStep(model, criterion, sgd(net))
     inputs = -torch.ones(2, 4)
     step(inputs, class_targets(2))
     assert calls == []

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES
 from helpers.ranks import run_ranks
 from torch import nn
@@ -217,7 +218,7 @@ def train_on_rank(rank, strategy):
         model, criterion = parallelize(
             net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         step = TrainStep(model, criterion, optimizer)
         try:
             for number in range(4):

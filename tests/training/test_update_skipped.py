@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import build_net, class_targets
 from helpers.ranks import on_ranks
 from torch import nn
@@ -92,7 +93,7 @@ def test_the_scale_of_float16_goes_on():
         DataParallelModel(build_net(), ["cpu"] * 2),
         DataParallelCriterion(nn.CrossEntropyLoss()),
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     step = TrainStep(model, criterion, optimizer, precision="fp16", skip_above=1e-9)
     before = copy.deepcopy(model.state_dict())
     for inputs, targets in batches()[:1] * 3:
@@ -110,6 +111,4 @@ def test_a_limit_that_is_not_positive_raises_an_error():
     )
     for limit in (0, -1.0, True, "5"):
         with pytest.raises(ValueError, match=f"skip_above={limit!r}, expected a positive number"):
-            TrainStep(
-                model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), skip_above=limit
-            )
+            TrainStep(model, criterion, sgd(model), skip_above=limit)
