@@ -1,10 +1,13 @@
 """Batches and comparisons of training loops that differ in their devices."""
 
 import torch
-from helpers.problems import CLASSES
+from helpers.problems import CLASSES, assert_equal
 from torch import nn
 
+from balanced_parallel import simulate
+
 ROWS = 7
+SIMULATED = ["sim:0", "sim:1", "sim:2"]
 
 
 def random_batches(steps, rows=ROWS):
@@ -20,6 +23,13 @@ def values_of(*modules):
     return [
         parameter.detach().cpu().clone() for module in modules for parameter in module.parameters()
     ]
+
+
+def assert_same_on_devices(trained):
+    """Compares what ``trained(devices)`` returns for one device and for three simulated ones."""
+    expected = trained(["cpu"])
+    with simulate(3):
+        assert_equal(trained(SIMULATED), expected)
 
 
 class Head(nn.Module):

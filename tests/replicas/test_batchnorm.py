@@ -7,6 +7,7 @@ import copy
 import os
 import pickle
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from helpers.problems import (
     gradients,
     plain_program,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -128,7 +129,7 @@ def test_statistics_are_those_of_each_micro_batch(double):
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     x, target = torch.randn(8, 2, 3, 3), class_targets(8)
     total = sum(
-        nn.functional.cross_entropy(plain(some), labels, reduction="sum")
+        F.cross_entropy(plain(some), labels, reduction="sum")
         for some, labels in zip(x.split(4), target.split(4), strict=True)
     )
     (total / 8).backward()
@@ -179,22 +180,21 @@ def test_replica_without_the_exchange_raises_an_error(fails, error, message):
 
 
 def test_activation_checkpointing_raises_an_error():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
-
+    class Checkpointed(nn.Sequential):
         def forward(self, x):
-            return checkpoint(self.norm, x, use_reentrant=False)
+            return checkpoint(self[0], x, use_reentrant=False)
 
-    outputs = DataParallelModel(convert_sync_batchnorm(Checkpointed()), CPUS)(
-        torch.randn(6, 2, requires_grad=True)
-    )
+    net = convert_sync_batchnorm(Checkpointed(nn.BatchNorm1d(2)))
+    outputs = DataParallelModel(net, CPUS)(torch.randn(6, 2, requires_grad=True))
     with pytest.raises(RuntimeError, match="cannot be recomputed in the backward"):
         gather(outputs).pow(2).sum().backward()
 
 
-def check_ranks(rank, sizes, micro_batch_size):
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch_size"), [([4, 3], None), ([6, 1], 2), ([5, 0, 2], None)]
+)
+@on_ranks(lambda sizes, micro_batch_size: len(sizes))
+def test_ranks_equal_the_plain_program(rank, sizes, micro_batch_size):
     torch.set_default_dtype(torch.float64)
     plain, x, target = (
         build(),
@@ -205,37 +205,24 @@ def check_ranks(rank, sizes, micro_batch_size):
     model, criterion = parallelize(net, nn.CrossEntropyLoss())
     step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=micro_batch_size)
     mine, labels = x.split(sizes)[rank], target.split(sizes)[rank]
-    counts = [-(-size // micro_batch_size) if micro_batch_size else min(size, 1) for size in sizes]
-    total, pieces = 0, max(counts)
+    pieces = max(-(-size // micro_batch_size) if micro_batch_size else 1 for size in sizes)
     for _ in range(3):
         plain.zero_grad()
         total = 0
         for piece in range(pieces):  # the rows that are in flight together, of all ranks
-            rows = torch.cat(
-                [
-                    torch.arange(7).split(sizes)[other].tensor_split(pieces)[piece]
-                    for other in range(len(sizes))
-                ]
-            )
-            total = total + nn.functional.cross_entropy(
-                plain(x[rows]), target[rows], reduction="sum"
-            )
+            parts = torch.arange(7).split(sizes)
+            rows = torch.cat([part.tensor_split(pieces)[piece] for part in parts])
+            total += F.cross_entropy(plain(x[rows]), target[rows], reduction="sum")
         loss = total / (target != -100).sum()
         loss.backward()
         assert_equal(step(mine, labels), loss.detach())
         assert_same_gradients(gradients(net), gradients(plain), 1e-9)
         assert_same_buffers(net, plain)
-    return True
 
 
-@pytest.mark.parametrize(
-    ("sizes", "micro_batch_size"), [([4, 3], None), ([6, 1], 2), ([5, 0, 2], None)]
-)
-def test_ranks_equal_the_plain_program(sizes, micro_batch_size):
-    assert run_ranks(len(sizes), check_ranks, sizes, micro_batch_size) == [True] * len(sizes)
-
-
-def check_order(rank):
+@pytest.mark.timeout(60)
+@on_ranks(2, timeout=30)
+def test_collectives_of_a_layer_do_not_change_places_with_others(rank):
     """Rank 0 starts a sum before the forward and before the backward of the layer, rank 1 after them."""
     parallelize(nn.Linear(2, 2))
     layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
@@ -254,34 +241,25 @@ def check_order(rank):
     plain(whole).pow(3).sum().backward()
     assert_close(output.detach(), plain(x).detach()[2 * rank : 2 * rank + 2])
     assert_close(mine.grad, whole.grad[2 * rank : 2 * rank + 2], rtol=1e-3, atol=1e-4)
-    return True
 
 
-@pytest.mark.timeout(60)
-def test_collectives_of_a_layer_do_not_change_places_with_others():
-    assert run_ranks(2, check_order, timeout=30) == [True, True]
-
-
-def check_copies(rank):
+@on_ranks(2)
+def test_a_layer_with_a_process_group_is_copied_and_pickled(rank):
     """The process group is no part of the layer: models are copied and saved as before."""
     net = convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     model = parallelize(net)
     model(torch.randn(3, 2))
-    use_torch_sync_batchnorm(net)  # as on CUDA
+    use_torch_sync_batchnorm(net)
     group = net[1].process_group
     assert group is not dist.group.WORLD
     assert group.size() == 2
     for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert copied[1].process_group is group
         assert list(copied.state_dict()) == list(net.state_dict())
-    return True
 
 
-def test_a_layer_with_a_process_group_is_copied_and_pickled():
-    assert run_ranks(2, check_copies) == [True, True]
-
-
-def check_second_group(rank):
+@on_ranks(2, fresh=True)
+def test_a_process_group_that_is_started_again_gets_a_new_group(rank):
     """A second process group of the same process has statistics groups of its own."""
     layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
@@ -292,22 +270,13 @@ def check_second_group(rank):
         layer(torch.randn(3, 2))
         dist.barrier()
         dist.destroy_process_group()
-    return True
-
-
-def test_a_process_group_that_is_started_again_gets_a_new_group():
-    assert run_ranks(2, check_second_group, fresh=True) == [True, True]
 
 
 class NormAct(nn.BatchNorm2d):
     """Adds an activation to the layer of torch, as ``SyncBatchNormAct`` of timm does."""
 
-    def __init__(self, channels):
-        super().__init__(channels)
-        self.act = nn.SiLU()
-
     def forward(self, input):
-        return self.act(super().forward(input))
+        return F.silu(super().forward(input))
 
 
 class SyncNormAct(nn.SyncBatchNorm):
@@ -323,16 +292,9 @@ class Steeper(NormAct):
 class OwnStatistics(nn.BatchNorm2d):
     """Repeats the code of torch, as ``BatchNormAct2d`` of timm does."""
 
-    def __init__(self, channels):
-        super().__init__(channels)
-        self.act = nn.SiLU()
-
     def forward(self, input):
         statistics = self.running_mean, self.running_var
-        output = F.batch_norm(
-            input, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps
-        )
-        return self.act(output)
+        return F.silu(F.batch_norm(input, *statistics, self.weight, self.bias, self.training))
 
 
 class Ghost(nn.BatchNorm2d):
@@ -346,19 +308,15 @@ class Ghost(nn.BatchNorm2d):
         return super().forward(input)
 
 
-class Net(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        torch.manual_seed(5)
-        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), norm, nn.Linear(4, 5)
-
-    def forward(self, x):
-        return self.head(self.norm(self.conv(x)).mean((2, 3)))
+def make_net(norm):
+    torch.manual_seed(5)
+    names = ("conv", nn.Conv2d(2, 4, 3)), ("norm", norm), ("head", nn.Linear(4 * 9, 5))
+    return nn.Sequential(OrderedDict([*names[:2], ("flat", nn.Flatten()), names[2]]))
 
 
 @pytest.mark.parametrize("kind", [NormAct, Steeper])
 def test_a_converted_subclass_equals_the_plain_program(kind, double):
-    net, x, target = Net(kind(4)), torch.randn(7, 2, 5, 5), class_targets(7)
+    net, x, target = make_net(kind(4)), torch.randn(7, 2, 5, 5), class_targets(7)
     converted = convert_sync_batchnorm(copy.deepcopy(net))
     loss, expected = plain_program(net, F.cross_entropy, x, target)
     found = DataParallelCriterion(nn.CrossEntropyLoss())(
@@ -373,14 +331,14 @@ def test_a_converted_subclass_equals_the_plain_program(kind, double):
 
 
 def test_a_subclass_of_sync_batch_norm_runs_on_the_cpu(double):
-    net, x = convert_sync_batchnorm(Net(SyncNormAct(4))), torch.randn(7, 2, 5, 5)
-    expected = Net(NormAct(4))(x)
+    net, x = convert_sync_batchnorm(make_net(SyncNormAct(4))), torch.randn(7, 2, 5, 5)
+    expected = make_net(NormAct(4))(x)
     assert_close(net(x), expected)
     assert_close(DataParallelModel(net, CPUS)(x).gather(), expected)
 
 
 def test_verify_compares_with_the_net_as_it_was_given(double):
-    net, x, target = Net(NormAct(4)), torch.randn(7, 2, 5, 5), class_targets(7)
+    net, x, target = make_net(NormAct(4)), torch.randn(7, 2, 5, 5), class_targets(7)
     loss = F.cross_entropy(copy.deepcopy(net)(x), target).item()
     report = verify(convert_sync_batchnorm(net), nn.CrossEntropyLoss(), x, target, device_ids=CPUS)
     assert report.equal
@@ -389,7 +347,7 @@ def test_verify_compares_with_the_net_as_it_was_given(double):
 
 @pytest.mark.parametrize("kind", [OwnStatistics, Ghost])
 def test_a_subclass_with_statistics_of_its_own_is_refused(kind, double):
-    net = Net(nn.Sequential(nn.BatchNorm2d(4), kind(4)))
+    net = make_net(nn.Sequential(nn.BatchNorm2d(4), kind(4)))
     with pytest.raises(
         TypeError,
         match=rf"norm\.1 is a {kind.__name__}, whose forward computes .*call super\(\)\.forward",
@@ -397,7 +355,7 @@ def test_a_subclass_with_statistics_of_its_own_is_refused(kind, double):
         convert_sync_batchnorm(net)
     assert type(net.norm[0]) is nn.BatchNorm2d  # nothing is converted by half
     report = verify(
-        Net(kind(4)),
+        make_net(kind(4)),
         nn.CrossEntropyLoss(),
         torch.randn(7, 2, 5, 5),
         class_targets(7),
@@ -419,7 +377,7 @@ def test_a_forward_of_one_layer_is_refused():
 
 @pytest.mark.parametrize("exchange", [convert_sync_batchnorm, use_torch_sync_batchnorm])
 def test_a_converted_subclass_is_copied(exchange):
-    net = convert_sync_batchnorm(Net(Steeper(4)))
+    net = convert_sync_batchnorm(make_net(Steeper(4)))
     exchange(net)
     copied = copy.deepcopy(net)
     assert type(copied.norm) is type(net.norm)

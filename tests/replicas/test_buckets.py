@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from helpers.optimizers import sgd
+from helpers.optimizers import balanced_or_plain
 from helpers.problems import (
     BODIES,
     CLASSES,
@@ -22,19 +22,12 @@ from helpers.problems import (
 )
 from helpers.replicas import settled
 from helpers.slow import slow_but
+from helpers.updates import SIMULATED
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    gather,
-    simulate,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 from balanced_parallel.replicas import buckets
-from balanced_parallel.replicas import buckets as gradient_buckets
 from balanced_parallel.replicas.buckets import make_buckets
 from balanced_parallel.runtime import transport
 
@@ -120,7 +113,8 @@ def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(doub
     with simulate(3):
         model = DataParallelModel(net.to("sim:0"))
         found = everything(lambda x: gather(model(x)), list(net.parameters()))
-        with model.no_sync():  # what is asked for by name is not kept back
+        # What is asked for by name is not kept back.
+        with model.no_sync():
             asked = torch.autograd.grad(gather(model(x)).sum(), list(net.parameters())[:1])
         torch.testing.assert_close(asked[0].cpu(), expected[-2])
     assert_same_gradients(found, expected)
@@ -128,16 +122,12 @@ def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(doub
 
 @pytest.mark.usefixtures("buckets")
 def test_gradients_are_bitwise_reproducible():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 64))
-
+    class Twice(nn.Linear):
         def forward(self, x):
             return (x @ self.weight).tanh() @ self.weight + x @ self.weight
 
     with simulate(4):
-        net = Twice().to("sim:0")
+        net = Twice(64, 64, bias=False).to("sim:0")
         model, x = DataParallelModel(net), torch.randn(64, 64)
         found = set()
         for _ in range(10):
@@ -149,13 +139,13 @@ def test_gradients_are_bitwise_reproducible():
 
 @pytest.mark.usefixtures("buckets")
 def test_buckets_have_bounded_size_one_dtype_and_reverse_order(monkeypatch):
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 25 * 2**20)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 25 * 2**20)
     parameters = [nn.Parameter(torch.empty(2**21)) for _ in range(7)]  # 8 MiB each
     parameters.insert(3, nn.Parameter(torch.empty(4, dtype=torch.float64)))
-    buckets = make_buckets(parameters)
-    assert [len(bucket.parameters) for bucket in buckets] == [3, 3, 1, 1]
-    assert buckets[0].parameters[0] is parameters[-1]
-    assert all(len({parameter.dtype for parameter in bucket.parameters}) == 1 for bucket in buckets)
+    made = make_buckets(parameters)
+    assert [len(bucket.parameters) for bucket in made] == [3, 3, 1, 1]
+    assert made[0].parameters[0] is parameters[-1]
+    assert all(len({parameter.dtype for parameter in bucket.parameters}) == 1 for bucket in made)
 
 
 CPUS = ["cpu"] * 3
@@ -214,10 +204,7 @@ def test_shared_gradient_tensors_are_divided_once(double, balanced):
     (sum(plain(row).sum() for row in inputs.split(1)) / 4).backward()
     with simulate(2):
         model = DataParallelModel(Shared())
-        kind = torch.optim.SGD
-        optimizer = (
-            BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
-        )
+        optimizer = balanced_or_plain(model, torch.optim.SGD, balanced)
         criterion = DataParallelCriterion(
             lambda output, target: output.sum() / len(output), weight=lambda output, _: len(output)
         )
@@ -268,12 +255,12 @@ def test_gradients_have_the_strides_of_autograd(how, dtype):
         torch.manual_seed(1)
         net = Laid().to(devices[0])
         model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
-        balanced = how == "balanced" and len(devices) > 1
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else sgd(net)
+        is_split = len(devices) > 1
+        optimizer = balanced_or_plain(model, torch.optim.SGD, is_split and how == "balanced")
         if how == "micro-batches":
-            precision = "fp16" if dtype is torch.float16 and devices[0] != "cpu" else "fp32"
+            precision = "fp16" if dtype is torch.float16 and is_split else "fp32"
             TrainStep(model, criterion, optimizer, micro_batch_size=1, precision=precision)(x, y)
-        elif how == "deferred" and len(devices) > 1:
+        elif how == "deferred" and is_split:
             with model.no_sync():
                 (criterion(model(x), y) / 2).backward()
             (criterion(model(x), y) / 2).backward()
@@ -281,12 +268,13 @@ def test_gradients_have_the_strides_of_autograd(how, dtype):
             criterion(model(x), y).backward()
         return gradients(net, optimizer=optimizer)
 
+    def strides(tensor):
+        sizes = zip(tensor.stride(), tensor.shape, strict=True)
+        return [stride for stride, size in sizes if size > 1]
+
     expected = trained(["cpu"])
     with simulate(3):
-        found = trained(["sim:0", "sim:1", "sim:2"])
-        for one, other in zip(found, expected, strict=True):
-            if dtype is torch.float64:
-                assert_equal(one.cpu(), other)
-            assert [s for s, n in zip(one.stride(), one.shape, strict=True) if n > 1] == [
-                s for s, n in zip(other.stride(), other.shape, strict=True) if n > 1
-            ]
+        found = trained(SIMULATED)
+    if dtype is torch.float64:
+        assert_equal(found, expected)
+    assert [*map(strides, found)] == [*map(strides, expected)]

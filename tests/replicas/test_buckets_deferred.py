@@ -8,19 +8,12 @@ import weakref
 
 import pytest
 import torch
-from helpers.optimizers import sgd
+from helpers.optimizers import balanced_or_plain, sgd
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients, plain_program
 from helpers.slow import slow_but
 from torch import nn
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    gather,
-    simulate,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -67,11 +60,7 @@ def make_program(layout):
     """Returns a net, its model, its criterion and its optimizer."""
     net = build_net().to(LAYOUTS[layout][0])
     model, kind = DataParallelModel(net, LAYOUTS[layout]), torch.optim.SGD
-    optimizer = (
-        BalancedOptimizer(model, kind, lr=0.1)
-        if layout == "balanced"
-        else kind(net.parameters(), 0.1)
-    )
+    optimizer = balanced_or_plain(model, kind, layout == "balanced")
     return net, model, DataParallelCriterion(nn.MSELoss()), optimizer
 
 
@@ -91,11 +80,9 @@ def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
             backward(slice(5, 7))
             backward(slice(7, 12))
         (OF_SHARDS if layout == "balanced" else CHANGES)[between](optimizer, net)
-        backward_alone = slice(
-            12, 13
-        )  # too few rows for the other replicas, so that autograd sets grad
+        # One row is too few for the other replicas, so that autograd sets grad.
         with no_sync():
-            backward(backward_alone)
+            backward(slice(12, 13))
         backward(slice(13, 20))
         found = gradients(net, optimizer=optimizer)
         optimizer.step()
@@ -252,9 +239,8 @@ def test_step_over_micro_batches_reduces_gradients_once():
         step(x, target)
         moved = cluster.moved - before
         assert size <= moved["sim:2", "sim:0"] <= size + 8 * 16
-        assert (
-            size <= moved["sim:1", "sim:2"] <= size + 8 * 16
-        )  # the parameters, from device to device
+        # The parameters go from device to device.
+        assert size <= moved["sim:1", "sim:2"] <= size + 8 * 16
         for start in range(0, 64, 16):
             step.add(x[start : start + 16], target[start : start + 16])
         before = cluster.moved

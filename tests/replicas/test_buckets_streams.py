@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from helpers.optimizers import balanced_or_plain
 from helpers.problems import (
     assert_same_gradients,
     build_net,
@@ -119,10 +120,7 @@ def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets,
             DataParallelModel(WithoutItsLastBucket()),
             DataParallelCriterion(nn.CrossEntropyLoss()),
         )
-        kind = torch.optim.SGD
-        optimizer = (
-            BalancedOptimizer(model, kind, lr=0.0) if balanced else kind(model.parameters(), lr=0.0)
-        )
+        optimizer = balanced_or_plain(model, torch.optim.SGD, balanced, lr=0.0)
         for _ in range(2):
             loss = criterion(model(inputs), targets)
             for index in range(3):
@@ -150,9 +148,8 @@ def test_sums_run_on_side_streams(small_buckets, monkeypatch, balanced):
 
         def watched(*args):
             streams.append(current_streams())
-            assert (
-                not model.replicas.gradients.side._pending
-            )  # what the bucket before it used was let go
+            # What the bucket before it used was let go.
+            assert not model.replicas.gradients.side._pending
             collective(*args)
 
         monkeypatch.setattr(transport, name, watched)
@@ -186,7 +183,7 @@ def test_gradients_belong_to_the_computing_streams(small_buckets, balanced):
             assert optimizer is None or optimizer.param_groups  # the owners let it go
             del part
             with pytest.raises(RuntimeError, match="reuses memory that was freed"):
-                torch.ones(4, device=device)  # on the computing stream
+                torch.ones(4, device=device)  # This is the computing stream.
 
 
 @contextlib.contextmanager

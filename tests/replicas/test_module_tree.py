@@ -7,6 +7,7 @@ Modules that cannot be replicated.
 
 import collections
 import copy
+import functools
 import itertools
 from types import MethodType
 
@@ -14,14 +15,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import caches
+from helpers.optimizers import assert_same, balanced_or_plain, sgd
 from helpers.problems import assert_same_gradients, build_net, gradients
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.slow import slow_but
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.testing import assert_close
 
-from balanced_parallel import BalancedOptimizer, DataParallelModel, gather, parallelize, simulate
+from balanced_parallel import DataParallelModel, gather, parallelize, simulate
 
 
 class WithALearnedBuffer(nn.Module):
@@ -103,7 +105,7 @@ CASES = {
     "parameters": (UsesItsParameters, lambda: torch.randn(6, 3)),
     "weight_norm": (lambda: weight_norm(nn.Linear(3, 2)), lambda: torch.randn(6, 3)),
     "spectral_norm": (lambda: spectral_norm(nn.Linear(3, 2)).eval(), lambda: torch.randn(6, 3)),
-    "lstm": (lambda: Last(nn.LSTM(3, 2, 2, batch_first=True)), lambda: torch.randn(6, 5, 3)),
+    "lstm": (lambda: Last(3, 2, 2, batch_first=True), lambda: torch.randn(6, 5, 3)),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
         lambda: torch.randn(6, 5, 4),
@@ -113,13 +115,9 @@ CASES = {
 }
 
 
-class Last(nn.Module):
-    def __init__(self, rnn):
-        super().__init__()
-        self.rnn = rnn
-
+class Last(nn.LSTM):
     def forward(self, x):
-        return self.rnn(x)[0]
+        return super().forward(x)[0]
 
 
 @pytest.mark.usefixtures("double")
@@ -224,38 +222,36 @@ def test_weights_are_flat_on_every_device_and_flattened_once(flattened, kind, is
             optimizer.zero_grad()
             forward(x).pow(2).sum().backward()
             optimizer.step()
-        return [parameter.detach().cpu() for parameter in net.parameters()]
 
-    torch.manual_seed(0)
-    plain, settings = Reads(kind), {"lr": 0.1, "momentum": 0.9}
+    plain = Reads(kind)
     with simulate(3):
-        net, sgd = copy.deepcopy(plain), torch.optim.SGD
+        net = copy.deepcopy(plain)
         model = DataParallelModel(net, dim=1)
         flattened.clear()
-        optimizer = (
-            BalancedOptimizer(model, sgd, **settings)
-            if is_sharded
-            else sgd(net.parameters(), **settings)
-        )
-        found = train(net, lambda x: gather(model(x), "cpu", dim=1), optimizer)
+        optimizer = balanced_or_plain(model, torch.optim.SGD, is_sharded)
+        train(net, lambda x: gather(model(x), "cpu", dim=1), optimizer)
         assert sorted(net.found) == [(f"sim:{index}", True) for index in range(3) for _ in range(3)]
-        assert flattened == {
-            "sim:1": 1,
-            "sim:2": 1,
-        }  # the parameters themselves were flattened as they were moved
+        # The parameters themselves were flattened as they were moved.
+        assert flattened == {"sim:1": 1, "sim:2": 1}
         assert is_flat(net.rnn._flat_weights)
-        assert all(
-            one is other
-            for one, other in zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True)
-        )
-        assert_close(found, train(plain, plain, sgd(plain.parameters(), **settings)))
-        if is_sharded:
-            return
+        own = zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True)
+        assert all(one is other for one, other in own)
+        train(plain, plain, sgd(plain))
+        assert_same(net, plain, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_another_type_are_flattened_again(flattened, kind):
+    with simulate(3):
+        net = Reads(kind)
+        model, x = DataParallelModel(net, dim=1), torch.ones(4, 6, 3)
+        model(x)
         net.double()
         flattened.clear()
         for _ in range(2):
-            model(torch.ones(4, 6, 3, dtype=torch.double))
-        assert flattened == {"sim:1": 1, "sim:2": 1}  # of another type
+            model(x.double())
+        assert flattened == {"sim:1": 1, "sim:2": 1}
         assert all(flat for _, flat in net.found)
 
 
@@ -285,16 +281,12 @@ def test_embeddings_that_rescale_their_rows_are_refused_on_several_devices():
         assert model(tokens.to("sim:0"))
 
 
-def check_ranks(rank):
+@pytest.mark.slow
+@on_ranks(2)
+def test_embeddings_that_rescale_their_rows_are_refused_on_several_ranks(rank):
     for strategy in ("ddp", "fsdp"):
         with pytest.raises(ValueError, match=RESCALES):
             parallelize(with_max_norm(), nn.CrossEntropyLoss(), strategy=strategy)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("double")
-def test_embeddings_that_rescale_their_rows_are_refused_on_several_ranks():
-    run_ranks(2, check_ranks)
 
 
 CACHED = [*itertools.product(caches.KINDS, caches.ROWS)]
@@ -364,32 +356,20 @@ def test_gradients_that_are_divided_by_counts_of_a_forward_are_refused(kind, dev
     assert model(tokens)
 
 
-def rank_texts(rank, strategy):
-    """Returns the errors of embeddings on this rank. The second rank has no rows for those with a largest norm."""
-    texts = []
-    tasks = (
-        (COUNTED["function"], 5),
-        *[
-            (lambda each=each: Words(each, max_norm=1.0), 0)
-            for each in (F.embedding, F.embedding_bag)
-        ],
-    )
-    for make, rows in tasks:
-        model = parallelize(make(), strategy=strategy)
-        with pytest.raises(ValueError, match="expected") as error:
-            model(torch.randint(7, (rows if rank else 5, 2)))
-        texts.append(str(error.value))
-    return texts
+EMBEDDED = "F.embedding was given max_norm=, and each rank would rescale the rows"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_embeddings_of_functions_are_refused_on_several_ranks(strategy):
-    for counted, *rescaled in run_ranks(2, rank_texts, strategy):
-        assert counted.startswith(COUNTS)
-        assert all(
-            "F.embedding was given max_norm=, and each rank would rescale the rows" in text
-            for text in rescaled
-        )
+@on_ranks(2)
+def test_embeddings_of_functions_are_refused_on_several_ranks(rank, strategy):
+    """The second rank has no rows for those with a largest norm."""
+    tasks = [(COUNTED["function"], 5, COUNTS)]
+    for function in (F.embedding, F.embedding_bag):
+        tasks.append((functools.partial(Words, function, max_norm=1.0), 0, EMBEDDED))
+    for make, rows, text in tasks:
+        model = parallelize(make(), strategy=strategy)
+        with pytest.raises(ValueError, match=text):
+            model(torch.randint(7, (rows if rank else 5, 2)))
 
 
 @pytest.mark.libraries

@@ -1,7 +1,6 @@
 """Compiled modules as replicas: the results of the plain program, a bounded number of graphs, and what is refused."""
 
 import contextlib
-import functools
 import itertools
 import os
 import warnings
@@ -34,10 +33,9 @@ from balanced_parallel.savings import inference
 CPUS = ["cpu"] * 3
 pytestmark = [
     pytest.mark.usefixtures("double", "fresh_compiler"),
-    pytest.mark.filterwarnings("ignore:.*global hooks on modules"),  # of the simulation
-    pytest.mark.filterwarnings(
-        "ignore:The .grad attribute of a Tensor that is not a leaf"
-    ),  # by the compiler, which reads it
+    # The simulation has global hooks, and the compiler reads gradients.
+    pytest.mark.filterwarnings("ignore:.*global hooks on modules"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 
@@ -66,8 +64,12 @@ def wrap(net, devices, way, **settings):
     return model
 
 
+def train_step(model, net, **settings):
+    return TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), sgd(net), **settings)
+
+
 def train(model, net, rows=ROWS, **settings):
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), sgd(net), **settings)
+    step = train_step(model, net, **settings)
     return [step(*batch) for batch in batches(rows)]
 
 
@@ -117,13 +119,8 @@ def test_threads_of_autograd_are_on_after_a_backward_that_fails():
         inputs = torch.ones(4, 13, requires_grad=True)
         inputs.register_hook(lambda gradient: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            train_once(model, net, inputs)
+            train_step(model, net)(inputs, torch.zeros(4, dtype=torch.long))
         assert torch.autograd.is_multithreading_enabled()
-
-
-def train_once(model, net, inputs):
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), sgd(net))
-    return step(inputs, torch.zeros(len(inputs), dtype=torch.long))
 
 
 @pytest.mark.parametrize("way", ["module.compile()", "torch.compile(module)"])
@@ -221,7 +218,7 @@ def test_a_failing_forward_leaves_the_module_as_it_was():
             name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())
         }
         with pytest.raises(Exception, match="two rows"):
-            train_once(model, net, torch.zeros(5, 13))
+            train_step(model, net)(torch.zeros(5, 13), torch.zeros(5, dtype=torch.long))
         assert before == {
             name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())
         }
@@ -267,17 +264,9 @@ def test_inductor():
 @pytest.mark.slow
 def test_states_have_the_names_of_the_module_that_was_compiled():
     net, again = build(), build()
-    step = TrainStep(
-        DataParallelModel(torch.compile(net, backend="eager"), CPUS),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-        sgd(net, momentum=0.9),
-    )
+    step = train_step(DataParallelModel(torch.compile(net, backend="eager"), CPUS), net)
     step(*next(batches()))
-    plain = TrainStep(
-        DataParallelModel(again, CPUS[:1]),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-        sgd(again, momentum=0.9),
-    )
+    plain = train_step(DataParallelModel(again, CPUS[:1]), again)
     plain.load_state_dict(step.state_dict())
     assert torch.equal(again.first.weight, net.first.weight)
 
@@ -316,15 +305,10 @@ def test_compiled_criteria_with_a_divisor(name):
 
 
 def test_batch_norm_over_all_rows_is_refused():
-    class Normed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(13)
+    class Normed(nn.Sequential):
+        """A class of its own, as ``helpers.compiled.Net``."""
 
-        def forward(self, inputs):
-            return self.norm(inputs)
-
-    net = convert_sync_batchnorm(Normed())
+    net = convert_sync_batchnorm(Normed(nn.BatchNorm1d(13)))
     net.compile(backend="eager")
     with pytest.raises(
         TypeError,
@@ -335,9 +319,7 @@ def test_batch_norm_over_all_rows_is_refused():
 
 def test_a_compiled_wrapper_is_refused_by_a_step():
     model = DataParallelModel(build(), CPUS)
-    step = functools.partial(TrainStep, criterion=DataParallelCriterion(nn.CrossEntropyLoss()))
-    with pytest.raises(
-        TypeError,
-        match=r"OptimizedModule, expected .* without torch.compile: .* by model.compile\(\.\.\.\) of",
-    ):
-        step(torch.compile(model, backend="eager"), optimizer=sgd(model))
+    compiled = torch.compile(model, backend="eager")
+    text = r"OptimizedModule, expected .* without torch.compile: .* by model.compile\(\.\.\.\) of"
+    with pytest.raises(TypeError, match=text):
+        train_step(compiled, model)

@@ -13,6 +13,7 @@ import threading
 
 import pytest
 import torch
+from helpers.optimizers import balanced_or_plain
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import slow_but
 from torch import nn
@@ -179,10 +180,7 @@ def test_training_on_other_streams_equals_the_plain_program(
         optimizer.step()
     with simulate(3), own_streams():
         model = DataParallelModel(build_net(), devices)
-        kind = torch.optim.AdamW
-        optimizer = (
-            BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
-        )
+        optimizer = balanced_or_plain(model, torch.optim.AdamW, balanced)
         step = TrainStep(
             model,
             DataParallelCriterion(nn.CrossEntropyLoss()),
@@ -302,9 +300,8 @@ def test_model_called_by_replicas_of_another_model():
         outer.zero_grad()
         teacher = outer._modules.pop("ask")
         teach = DataParallelModel(teacher)
-        object.__setattr__(
-            outer, "ask", lambda x: gather(teach(x))
-        )  # not a part of it, and asked by every replica
+        # It is no part of the module, and every replica asks it.
+        object.__setattr__(outer, "ask", lambda x: gather(teach(x)))
         gather(DataParallelModel(outer)(x)).square().sum().backward()
         assert_same_gradients(gradients(outer, teacher), gradients(net))
 
@@ -312,18 +309,14 @@ def test_model_called_by_replicas_of_another_model():
 @pytest.mark.usefixtures("double", "buckets")
 @pytest.mark.parametrize("rows", [7, 1])
 def test_model_called_in_its_own_forward_raises_an_error(rows):
-    class Itself(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.own = nn.Linear(4, 4)
-
+    class Itself(nn.Linear):
         def forward(self, x):
-            x = self.own(x)
+            x = super().forward(x)
             return self.call(x) if len(x) > 1 else x
 
     x = torch.randn(7, 4)
     with simulate(3):
-        net = Itself()
+        net = Itself(4, 4)
         own = [*map(id, net.parameters())]
         model = DataParallelModel(net)
         object.__setattr__(net, "call", lambda x: gather(model(x[:rows])))

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.optimizers import sgd
+from helpers.optimizers import balanced_or_plain, sgd
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import slow, slow_but
 from helpers.steps import batch, make_step, rows_of, run, tolerance_of
@@ -349,11 +349,7 @@ def test_optimizers_that_need_a_closure_are_named(balanced, precision):
     """The error was "'NoneType' object is not callable"."""
     net = build_net()
     model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
-    optimizer = (
-        BalancedOptimizer(model, TwoSteps, lr=0.1)
-        if balanced
-        else TwoSteps(net.parameters(), lr=0.1)
-    )
+    optimizer = balanced_or_plain(model, TwoSteps, balanced)
     step = TrainStep(model, criterion, optimizer, precision=precision)
     name = type(optimizer).__name__
     message = rf"{name}\.step\(\) failed without a closure: 'NoneType' object is not callable; if it needs one, call optimizer"

@@ -5,14 +5,13 @@ import warnings
 
 import pytest
 import torch
-from helpers.optimizers import sgd
+from helpers.optimizers import balanced_or_plain, sgd
 from helpers.problems import CLASSES
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from balanced_parallel import (
-    BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
@@ -28,9 +27,7 @@ def build(devices, kind=torch.optim.SGD):
     net = nn.Linear(4, CLASSES).to(devices[0])
     model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss())
     is_balanced = torch.device(devices[0]).type == "sim"
-    optimizer = (
-        BalancedOptimizer(model, kind, lr=0.1) if is_balanced else kind(net.parameters(), lr=0.1)
-    )
+    optimizer = balanced_or_plain(model, kind, is_balanced)
     return net, optimizer, TrainStep(model, criterion, optimizer)
 
 
