@@ -14,6 +14,7 @@ from helpers.pages import blocks
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -24,7 +25,6 @@ from balanced_parallel import (
     TrainStep,
     Whole,
     convert_sync_batchnorm,
-    parallelize,
     savings,
     simulate,
 )
@@ -217,9 +217,8 @@ def test_no_samples_in_one_process_change_nothing():
 
 def train_with_batch_norm(rank, expected):
     net = convert_sync_batchnorm(Normed().double())
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"])
     cut = ByCost(tokens_of, collate=whole, combine=sum)
-    step = TrainStep(model, criterion, sgd(model, lr=0.0), cut=cut)
+    step = parallel_step(net, devices=["cpu"], lr=0.0, cut=cut)
     samples = make_samples()
     loss = step(samples[7:] if rank else samples[:7])
     assert_close(loss, expected, rtol=1e-10, atol=1e-10)
@@ -314,11 +313,8 @@ def test_joined_samples_that_are_refused(collate, weight, settings, message):
 
 def train_on_ranks(rank, strategy):
     net = Packed().double()
-    model, criterion = parallelize(
-        net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
-    )
     cut = ByCost(tokens_of, collate=whole, combine=sum, limit=14)
-    step = TrainStep(model, criterion, sgd(model, lr=1.0), cut=cut)
+    step = parallel_step(net, devices=["cpu"], strategy=strategy, lr=1.0, cut=cut)
     samples = make_samples()
     losses = [
         step([] if rank else samples[:2]),

@@ -10,6 +10,7 @@ from helpers.optimizers import sgd
 from helpers.problems import assert_equal, assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from helpers.unequal import (
     LENGTHS,
     TAGS,
@@ -35,7 +36,6 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
-    parallelize,
     simulate,
 )
 
@@ -367,11 +367,8 @@ def own(samples, rank):
 
 def train_on_ranks(rank, strategy, settings, parts):
     net = build().double()
-    model, criterion = parallelize(
-        net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
-    )
     settings = with_cut(cost=length_of, collate=pad, **settings)
-    step = TrainStep(model, criterion, sgd(model, lr=1.0), **settings)
+    step = parallel_step(net, devices=["cpu"], strategy=strategy, lr=1.0, **settings)
     samples = make_samples()
     if parts:
         step([] if rank else samples[:2])  # a rank that has had no sample yet

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from helpers.fsdp import whole
 from helpers.optimizers import sgd
 from helpers.problems import assert_equal
 from torch import nn
@@ -54,10 +55,7 @@ def assert_same_run(losses, net, rows=ROWS):
     """Compares the losses of a training and the weights that it ends with."""
     expected, plain = plain_run(rows)
     assert_equal(torch.stack([loss.cpu() for loss in losses]), torch.stack(expected))
-    whole = {
-        name: getattr(value, "full_tensor", lambda value=value: value)()
-        for name, value in net.named_parameters()
-    }
+    whole = {name: whole(value) for name, value in net.named_parameters()}
     found, weights = (
         [value.detach().cpu() for value in values]
         for values in (whole.values(), plain.parameters())

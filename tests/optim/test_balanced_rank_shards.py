@@ -8,6 +8,7 @@ from helpers.optimizers import ToStart, sgd
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 from helpers.slow import slow_but
+from helpers.steps import parallel_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -26,15 +27,14 @@ def check_averages(rank):
     averaged, expected = (
         AveragedModel(each, multi_avg_fn=average, use_buffers=True) for each in (net, plain)
     )
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
     parallelize(averaged.module, device_ids=["cpu"], strategy="fsdp")
-    step = TrainStep(model, criterion, sgd(model))
+    step = parallel_step(net, devices=["cpu"], strategy="fsdp")
     optimizer = sgd(plain)
     torch.manual_seed(0)
     x, y = torch.randn(6, 4), torch.randint(5, (6,))
     for _ in range(3):
         step(x.split([4, 2])[rank], y.split([4, 2])[rank])
-        averaged.update_parameters(model.module)
+        averaged.update_parameters(step.model.module)
         optimizer.zero_grad()
         nn.functional.cross_entropy(plain(x), y).backward()
         optimizer.step()
@@ -99,8 +99,9 @@ def gathered_shapes(rank):
     """Returns the shapes that a step of Adafactor gathers, with a frozen layer."""
     net = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 5)).requires_grad_(False)
     net[1].requires_grad_(True)
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
-    step = TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.Adafactor, lr=0.1))
+    step = parallel_step(
+        net, devices=["cpu"], strategy="fsdp", kind=torch.optim.Adafactor, is_balanced=True
+    )
     shapes, whole = [], balanced._whole
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -7,6 +7,7 @@ import pkgutil
 
 import pytest
 import torch
+from helpers.fsdp import whole
 from helpers.optimizers import assert_same, assert_same_state, batches
 from helpers.optimizers import train as small_train
 from helpers.problems import build_net
@@ -135,13 +136,9 @@ def check(model, optimizer, step, expected, part=slice(None)):
     for values, state in expected:
         train(step, part)
         for name, parameter in model.module.named_parameters():
-            whole = (
-                getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)()
-                .detach()
-                .cpu()
-            )
+            found = whole(parameter).detach().cpu()
             torch.testing.assert_close(
-                whole,
+                found,
                 values[name].detach(),
                 rtol=1e-10,
                 atol=1e-10,

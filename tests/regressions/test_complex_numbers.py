@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.fsdp import whole
 from helpers.ranks import run_ranks
 from helpers.slow import slow_but
 from torch import nn
@@ -84,10 +85,8 @@ def assert_equal_updates(
         expected.step()
         assert_close(step(inputs[rows], targets[rows]), loss.detach())
         assert_close(step.grad_norm, norm)
-    whole = [
-        getattr(one, "full_tensor", lambda one=one: one)().detach() for one in net.parameters()
-    ]
-    assert_close(whole, [parameter.detach() for parameter in plain.parameters()])
+    found = [whole(one).detach() for one in net.parameters()]
+    assert_close(found, [parameter.detach() for parameter in plain.parameters()])
     if balanced:
         state, wanted = optimizer.state_dict()["state"], expected.state_dict()["state"]
         assert_close(state, wanted)

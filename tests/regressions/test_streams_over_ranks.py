@@ -7,10 +7,11 @@ from helpers.pages import blocks
 from helpers.problems import assert_equal, build_net, class_targets
 from helpers.ranks import run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from balanced_parallel import ByCost, TrainStep, parallelize
+from balanced_parallel import ByCost
 
 BATCH = 4
 
@@ -48,16 +49,19 @@ class Stream(IterableDataset):
 
 def train(rank, strategy, lengths, by_cost):
     net = build_net().double()
-    model, criterion = parallelize(
-        net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
-    )
     cut = (
         ByCost(lambda row: 1.0, collate=torch.utils.data.default_collate, limit=3)
         if by_cost
         else None
     )
-    optimizer = sgd(model, lr=0.5)
-    step = TrainStep(model, criterion, optimizer, cut=cut, micro_batch_size=None if by_cost else 3)
+    step = parallel_step(
+        net,
+        devices=["cpu"],
+        strategy=strategy,
+        lr=0.5,
+        cut=cut,
+        micro_batch_size=None if by_cost else 3,
+    )
     loader = DataLoader(
         Stream(rank, lengths[rank]), batch_size=BATCH, collate_fn=list if by_cost else None
     )

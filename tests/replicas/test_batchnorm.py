@@ -22,6 +22,7 @@ from helpers.problems import (
     plain_program,
 )
 from helpers.ranks import on_ranks
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -202,8 +203,7 @@ def test_ranks_equal_the_plain_program(rank, sizes, micro_batch_size):
         class_targets(7, 2),
     )
     net = convert_sync_batchnorm(copy.deepcopy(plain))
-    model, criterion = parallelize(net, nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=micro_batch_size)
+    step = parallel_step(net, lr=0.0, micro_batch_size=micro_batch_size)
     mine, labels = x.split(sizes)[rank], target.split(sizes)[rank]
     pieces = max(-(-size // micro_batch_size) if micro_batch_size else 1 for size in sizes)
     for _ in range(3):

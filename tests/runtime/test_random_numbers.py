@@ -4,18 +4,12 @@ import itertools
 
 import pytest
 import torch
-from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
+from helpers.steps import parallel_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import (
-    DataParallelModel,
-    TrainStep,
-    convert_sync_batchnorm,
-    parallelize,
-    simulate,
-)
+from balanced_parallel import DataParallelModel, convert_sync_batchnorm, parallelize, simulate
 from balanced_parallel.runtime.random_numbers import generator_states, seed_anew, set_generators
 
 X = torch.ones(6, 64)
@@ -216,13 +210,12 @@ class Drawing(nn.Module):
 
 
 def draw_in_updates(rank, strategy):
-    model, criterion = parallelize(Drawing(), nn.MSELoss(), strategy=strategy)
-    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
+    step = parallel_step(Drawing(), nn.MSELoss(), strategy=strategy, micro_batch_size=2)
     parts = [torch.ones(rows, 64) for rows in ((5, 2) if rank == 0 else (2, 0))]
     drawn, following = [], []
     for _ in range(2):
         torch.manual_seed(5)
-        model.module.masks.clear()
+        step.model.module.masks.clear()
         for rows in parts:  # the second update has no rows on rank 1
             step(rows, rows)
         if strategy == "ddp":  # of shards, other ranks would wait for it
@@ -235,7 +228,7 @@ def draw_in_updates(rank, strategy):
                     step.apply()
         step.add(parts[0], parts[0])
         step.apply()
-        drawn.append([*model.module.masks])
+        drawn.append([*step.model.module.masks])
         following.append(torch.rand(3).tolist())
     return drawn, following
 

@@ -18,6 +18,7 @@ from helpers.problems import (
 )
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
+from helpers.steps import parallel_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,8 +34,7 @@ def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
         return graph
 
     net = nn.Sequential(*[nn.Linear(1700, 1700) for _ in range(3)])  # 33 MiB in several buckets
-    model, criterion = parallelize(torch.compile(net, backend=backend), nn.MSELoss())
-    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
+    step = parallel_step(torch.compile(net, backend=backend), nn.MSELoss(), micro_batch_size=2)
     step.add(torch.randn(2, 1700), torch.randn(2, 1700))
     count = len(graphs)
     assert count > 1, "the graph is not split at the buckets"
@@ -48,8 +48,7 @@ def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
 def test_accumulation_keeps_one_copy_of_the_gradients(rank):
     """Buckets are allocated before. A backward makes one gradient at a time, an eighth of all, and adds it there."""
     net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(8)])
-    model, criterion = parallelize(net, nn.MSELoss())
-    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
+    step = parallel_step(net, nn.MSELoss(), micro_batch_size=2)
     step(torch.randn(6, 500), torch.randn(6, 500))
     buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
     with torch.profiler.profile(
@@ -75,8 +74,7 @@ def test_accumulation_keeps_one_copy_of_the_gradients(rank):
 def test_a_start_and_two_updates_print_no_warnings_of_torch(rank):
     with warnings.catch_warnings(action="error"):
         for strategy in ("ddp", "fsdp"):
-            model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy=strategy)
-            step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
+            step = parallel_step(build_net(), strategy=strategy, micro_batch_size=2)
             for rows in (4, 5 * rank):
                 step(torch.randn(rows, 4), class_targets(rows))
 

@@ -19,6 +19,7 @@ from helpers.problems import (
 )
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
+from helpers.steps import parallel_step
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -67,8 +68,7 @@ def test_loss_is_on_its_way_to_the_host_before_the_last_backward(rank):
         net[2].register_forward_hook(
             lambda *of: of[2].register_hook(lambda gradient: events.append("backward")) and None
         )
-        model, criterion = parallelize(net, nn.CrossEntropyLoss())
-        step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
+        step = parallel_step(net, micro_batch_size=2)
         step(torch.randn(4, 4), class_targets(4))
     finally:
         ranks.start_copy = start_copy

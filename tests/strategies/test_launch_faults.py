@@ -11,14 +11,12 @@ import time
 
 import pytest
 import torch
-from helpers.optimizers import sgd
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 from helpers.scripts import SCRIPT, SENTENCES
+from helpers.steps import parallel_step
 from helpers.torchrun import run_torchrun
 from torch import nn
-
-from balanced_parallel import TrainStep, parallelize
 
 FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
 # 17, 17 and 1 row: one rank has none. With a larger learning rate, AdamW turns the rounding of two ranks and of one into 1e-4.
@@ -85,8 +83,7 @@ def hang(rank):
     """Rank 1 hangs in the forward of its third step. Returns the error of the other rank."""
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
     net = build_net()
-    model, criterion = parallelize(net, nn.MSELoss())
-    step = TrainStep(model, criterion, sgd(model))
+    step = parallel_step(net, nn.MSELoss())
     batch = torch.ones(2, 4), torch.ones(2, 5)
     for _ in range(2):
         step(*batch)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ddp import Chosen
-from helpers.optimizers import sgd
 from helpers.problems import (
     assert_same_gradients,
     build_net,
@@ -22,13 +21,13 @@ from helpers.problems import (
     plain_program,
 )
 from helpers.ranks import on_ranks, run_ranks
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
-    TrainStep,
     gather,
     parallelize,
     weighted_mean,
@@ -159,10 +158,12 @@ def test_several_means_are_divided_by_the_weights_of_all_ranks(rank, sizes, micr
     loss, expected = plain_program(
         module, lambda *arguments: sum(two_means(*arguments).values()), x, target
     )
-    model, criterion = parallelize(
-        module, DataParallelCriterion(two_means, weight=COUNTS, minimum=1)
+    step = parallel_step(
+        module,
+        DataParallelCriterion(two_means, weight=COUNTS, minimum=1),
+        lr=0.0,
+        micro_batch_size=micro_batch_size,
     )
-    step = TrainStep(model, criterion, sgd(module, lr=0.0), micro_batch_size=micro_batch_size)
     mine, targets = x.split(sizes)[rank], target.split(sizes)[rank]
     for _ in range(2):
         found, outputs = step(mine, targets, return_outputs=True)
@@ -170,7 +171,7 @@ def test_several_means_are_divided_by_the_weights_of_all_ranks(rank, sizes, micr
         assert_same_gradients(gradients(module), expected)
         assert_close(outputs.gather(), module(x).detach())
     module.zero_grad()
-    found = sum(criterion(model(mine), targets).values())
+    found = sum(step.criterion(step.model(mine), targets).values())
     found.backward()
     assert_close(found.detach(), loss)
     assert_same_gradients(gradients(module), expected)

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from helpers.optimizers import sgd
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import DataParallelCriterion, TrainStep, gather, parallelize, weighted_mean
+from balanced_parallel import DataParallelCriterion, gather, parallelize, weighted_mean
 
 STRATEGIES = ["ddp", "fsdp"]
 SIZES = [[2, 4], [6, 0]]
@@ -216,16 +217,13 @@ def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
 def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, inputs_alone):
     torch.manual_seed(0)
     plain = nn.Linear(4, 3).double()
-    model, criterion = parallelize(
-        copy.deepcopy(plain), nn.CrossEntropyLoss(), ["cpu"], strategy="ddp"
-    )
-    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
+    step = parallel_step(copy.deepcopy(plain), devices=["cpu"], strategy="ddp", micro_batch_size=2)
     optimizer = sgd(plain)
     for rows in (7, 5, 1):
         inputs, targets = torch.randn(rows, 4).double(), torch.randint(3, (rows,))
         part = slice(0, (rows + 1) // 2) if rank == 0 else slice((rows + 1) // 2, rows)
         attacked = inputs[part].clone().requires_grad_()
-        output = model(attacked).gather(ranks=False)
+        output = step.model(attacked).gather(ranks=False)
         if inputs_alone:
             torch.autograd.grad(output.sum(), attacked)
         optimizer.zero_grad()
@@ -233,7 +231,7 @@ def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, i
         loss.backward()
         optimizer.step()
         assert_close(step(inputs[part], targets[part]), loss.detach(), rtol=1e-10, atol=1e-12)
-    assert_close(model.module.weight, plain.weight, rtol=1e-10, atol=1e-12)
+    assert_close(step.model.module.weight, plain.weight, rtol=1e-10, atol=1e-12)
 
 
 class Adapted(nn.Module):
@@ -307,13 +305,12 @@ def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(ra
 
 @on_ranks(2)
 def test_error_before_the_first_forward_of_shards_is_raised_as_it_is(rank):
-    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
-    step = TrainStep(model, criterion, sgd(model))
+    step = parallel_step(build(), nn.MSELoss(), devices=["cpu"], strategy="fsdp")
 
     def fail(module, inputs):
         raise KeyError("a mistake")
 
-    handle = model.register_forward_pre_hook(fail)
+    handle = step.model.register_forward_pre_hook(fail)
     with pytest.raises(KeyError, match="a mistake"):
         step(torch.randn(3, 4).double(), torch.randn(3, 5).double())
     handle.remove()

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.optimizers import sgd
+from helpers.fsdp import whole
 from helpers.ranks import run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import balanced_parallel
-from balanced_parallel import DiceLoss, TrainStep, parallelize
+from balanced_parallel import DiceLoss
 from balanced_parallel.strategies.ranks import RankModel
 from balanced_parallel.training.optimizers import ParameterUpdate
 from balanced_parallel.training.settings import Settings
@@ -116,12 +117,11 @@ def batch(number, rank):
 def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
     """Returns the losses and weights of some updates, and the errors on the way. A step that fails is repeated."""
     torch.manual_seed(0)
-    model, criterion = parallelize(Net(), CRITERIA[loss](), ["cpu"], strategy=strategy)
-    optimizer = sgd(model)
-    step = TrainStep(
-        model,
-        criterion,
-        optimizer,
+    step = parallel_step(
+        Net(),
+        CRITERIA[loss](),
+        devices=["cpu"],
+        strategy=strategy,
         micro_batch_size=2,
         reproducible=reproducible,
         max_grad_norm=1.0,
@@ -171,10 +171,7 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
                 values.append(step(*batch(number, rank)))
         except ValueError as error:
             return [], [*errors, str(error)]  # One rank alone has made the update, or not.
-    weights = [
-        getattr(each, "full_tensor", lambda each=each: each)().detach().clone()
-        for each in model.parameters()
-    ]
+    weights = [whole(each).detach().clone() for each in step.model.parameters()]
     return [*values, *weights], errors
 
 

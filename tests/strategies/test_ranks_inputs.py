@@ -3,15 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.optimizers import sgd
 from helpers.ranks import on_ranks, run_ranks
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
     DataParallelCriterion,
-    TrainStep,
     gather,
     parallelize,
     weighted_mean,
@@ -182,13 +181,12 @@ def test_forces_of_a_forward_are_trained_by_steps(rank):
     x, y = torch.randn(2, 5, 4).double().unbind()
     plain = Forces()
     F.mse_loss(plain(x.clone().requires_grad_()), y).backward()
-    model, criterion = parallelize(Forces(), nn.MSELoss(), ["cpu"])
-    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=1)
+    step = parallel_step(Forces(), nn.MSELoss(), devices=["cpu"], lr=0.0, micro_batch_size=1)
     part = x.split([2, 3])[rank].clone().requires_grad_()
     for _ in range(2):
         step(part, y.split([2, 3])[rank])
     assert part.grad is None  # it would not have the scale of the loss
-    for parameter, other in zip(model.module.parameters(), plain.parameters(), strict=True):
+    for parameter, other in zip(step.model.module.parameters(), plain.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None)
         if other.grad is not None:
             assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)

@@ -7,6 +7,7 @@ import torch
 from helpers.fsdp import whole
 from helpers.optimizers import sgd
 from helpers.ranks import on_ranks
+from helpers.steps import parallel_step
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.testing import assert_close
@@ -363,9 +364,8 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
 def test_another_state_on_one_rank_is_an_error(rank):
     """Each rank would take its shards of its own state."""
     for strategy in STRATEGIES:
-        model, criterion = parallelize(Net(), nn.MSELoss(), strategy=strategy)
-        step = TrainStep(model, criterion, sgd(model))
-        inputs, targets = batch_of(model.module, 3)
+        step = parallel_step(Net(), nn.MSELoss(), strategy=strategy)
+        inputs, targets = batch_of(step.model.module, 3)
         states = []
         for _ in range(2):
             step(inputs, targets)

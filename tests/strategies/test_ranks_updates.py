@@ -15,6 +15,7 @@ from helpers.problems import (
 )
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -93,10 +94,8 @@ def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program(ran
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_zero_weight_on_all_ranks_skips_the_update(rank, strategy):
-    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy=strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer)
-    before = [whole(parameter).detach().clone() for parameter in model.parameters()]
+    step = parallel_step(build_net(), strategy=strategy, kind=torch.optim.AdamW)
+    before = [whole(parameter).detach().clone() for parameter in step.model.parameters()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert step(torch.randn(3, 4), torch.full((3,), -100)).isnan()
@@ -104,9 +103,9 @@ def test_zero_weight_on_all_ranks_skips_the_update(rank, strategy):
     assert sum("nothing is updated" in str(warning.message) for warning in caught) == 2
     assert all(
         torch.equal(one, whole(other))
-        for one, other in zip(before, model.parameters(), strict=True)
+        for one, other in zip(before, step.model.parameters(), strict=True)
     )
-    assert not optimizer.state
+    assert not step.optimizer.state
 
 
 def check_half(rank, strategy):
@@ -146,8 +145,7 @@ def build_with_batch_norm():
 @on_ranks(2)
 def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank, strategy):
     plain, net = build_with_batch_norm(), convert_sync_batchnorm(build_with_batch_norm())
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy=strategy)
-    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=2)
+    step = parallel_step(net, strategy=strategy, lr=0.0, micro_batch_size=2)
     torch.manual_seed(1)
     inputs, targets = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
     mine = slice(0, 4) if rank == 0 else slice(0, 0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
-from helpers.steps import make_step
+from helpers.steps import make_step, parallel_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -82,10 +82,8 @@ def test_the_first_update_of_fp16_is_made():
     for reproducible in (False, "bits"):
         net = build_net()
         before = net[0].weight.detach().clone()
-        model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         settings = {"precision": "fp16", "micro_batch_size": 512, "reproducible": reproducible}
-        step = TrainStep(model, criterion, optimizer, **settings)
+        step = parallel_step(net, devices=["cpu"], lr=1.0, **settings)
         step(*batch(4096))
         changes.append(net[0].weight.detach() - before)
     assert changes[1].abs().max() > 1e-3
@@ -119,10 +117,7 @@ def test_parameters_in_half_precision_have_the_gradients_of_the_mean(dtype):
 def train_with_an_empty_rank(rank):
     torch.manual_seed(0)
     net = nn.Linear(4, 5)
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), precision="fp16", **BITS
-    )
+    step = parallel_step(net, devices=["cpu"], precision="fp16", **BITS)
     rows = slice(0, 0 if rank else ROWS)
     losses = [step(*(part[rows] for part in batch())).item() for _ in range(3)]
     return losses, step.digest()
@@ -150,24 +145,13 @@ class Writing(nn.Module):
         return output - self.mean
 
 
-def write_with_gradients(module, output):
-    if torch.is_grad_enabled():
-        module.mean.mul_(0.9).add_(output.mean(0), alpha=0.1)
+def follow(module, output):
+    module.mean.mul_(0.9).add_(output.mean(0), alpha=0.1)
 
 
-def write_data_with_gradients(module, output):
-    if torch.is_grad_enabled():
-        module.mean.data.add_(output.mean(0))
-
-
-def write_from_four_rows(module, output):
-    if len(output) > 3:
-        module.mean.add_(output.mean(0))
-
-
-def replace(module, output):
-    if torch.is_grad_enabled():
-        module.mean = module.mean + output.mean(0)
+def with_gradients(write):
+    """Returns a write that the small forwards do not make."""
+    return lambda module, output: write(module, output) if torch.is_grad_enabled() else None
 
 
 def register(module, output):
@@ -180,24 +164,21 @@ def fill(module, output):
         module.later = output.mean(0)
 
 
-WRITES = [
-    write_with_gradients,
-    write_data_with_gradients,
-    write_from_four_rows,
-    replace,
-    register,
-    fill,
-]
+WRITES = {
+    "with gradients": with_gradients(follow),
+    "data": with_gradients(lambda module, output: module.mean.data.add_(output.mean(0))),
+    "replaced": with_gradients(lambda module, output: setattr(module, "mean", output.mean(0))),
+    "four rows": lambda module, output: len(output) > 3 and follow(module, output),
+    "registered": register,
+    "filled": fill,
+}
 
 
-@pytest.mark.parametrize("write", WRITES)
-def test_buffers_that_groups_write_are_refused(write):
+@pytest.mark.parametrize("name", WRITES)
+def test_buffers_that_groups_write_are_refused(name):
     with simulate(3):
         step = make_step(
-            Writing(write),
-            devices=["sim:0", "sim:1", "sim:2"],
-            micro_batch_size=4,
-            reproducible="bits",
+            Writing(WRITES[name]), devices=range(3), micro_batch_size=4, reproducible="bits"
         )
         before = [each.detach().clone() for each in step.model.parameters()]
         with pytest.raises(
@@ -240,7 +221,9 @@ def test_buffers_that_are_read_or_written_with_their_values_are_not_refused():
 
 
 def write_on_ranks(rank):
-    model, criterion = parallelize(Writing(write_with_gradients), nn.CrossEntropyLoss(), ["cpu"])
+    model, criterion = parallelize(
+        Writing(WRITES["with gradients"]), nn.CrossEntropyLoss(), ["cpu"]
+    )
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **BITS)
     rows = slice(0, 4) if rank == 0 else slice(4, ROWS)
     with pytest.raises((ValueError, RuntimeError), match="writes the buffer mean"):

@@ -15,11 +15,10 @@ from helpers.coupled import (
     rank_update,
     split_update,
 )
-from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
-from helpers.steps import make_step, run
+from helpers.steps import make_step, parallel_step, run
 from torch import nn
 from torch.testing import assert_close
 
@@ -237,14 +236,13 @@ def scaled_update(rank, scale):
     torch.manual_seed(0)
     net, inputs = Scaled(scale), torch.randn(8, 4, dtype=torch.float64)
     targets = torch.randint(CLASSES, (8,))
-    model, criterion = parallelize(net, DiceLoss(), ["cpu"])
-    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=2)
+    step = parallel_step(net, DiceLoss(), devices=["cpu"], lr=0.0, micro_batch_size=2)
     half = slice(4 * rank, 4 * rank + 4)
     step(inputs[half], targets[half])
     net.scale.fill_(scale + rank)  # rank 1 has another one
     step(inputs[half], targets[half])
     loss = step(inputs[half], targets[half])
-    return loss, gradients_of(net, criterion)
+    return loss, gradients_of(net, step.criterion)
 
 
 def test_both_passes_have_the_buffers_of_rank_0_that_the_update_before_has_shared():
@@ -267,10 +265,12 @@ class FullDevice(nn.Linear):
 
 
 def memory_error(rank):
-    model, criterion = parallelize(
-        FullDevice(4, CLASSES), DataParallelCriterion(DiceLoss(), whole=True), ["cpu"]
+    step = parallel_step(
+        FullDevice(4, CLASSES),
+        DataParallelCriterion(DiceLoss(), whole=True),
+        devices=["cpu"],
+        micro_batch_size="auto",
     )
-    step = TrainStep(model, criterion, sgd(model), micro_batch_size="auto")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step(torch.randn(4, 4), torch.randint(CLASSES, (4,)))
     return str(caught.value)

@@ -11,25 +11,18 @@ import random
 
 import pytest
 import torch
+from helpers.optimizers import balanced_or_plain
 from helpers.problems import CLASSES, class_targets
-from helpers.ranks import on_ranks, run_ranks
+from helpers.ranks import on_ranks
 from helpers.releases import released_at_once
 from helpers.slow import slow_but
-from helpers.steps import run
+from helpers.steps import make_step, run
 from torch import nn
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    convert_sync_batchnorm,
-    parallelize,
-    simulate,
-)
+from balanced_parallel import TrainStep, convert_sync_batchnorm, parallelize, simulate
+from balanced_parallel.runtime.collectives import gather_objects
 
 ROWS = 11
-ADAM = {"lr": 0.1, "weight_decay": 0.1}
 
 
 class Counting(nn.Module):
@@ -48,11 +41,8 @@ class Counting(nn.Module):
 
 def build(*more):
     torch.manual_seed(3)
-    norm = (
-        nn.Unflatten(1, (2, 3)),
-        nn.BatchNorm1d(2),
-        nn.Flatten(),
-    )  # takes one row; DDP broadcasts its statistics
+    # The norm takes one row, and DDP broadcasts its statistics.
+    norm = nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten()
     return nn.Sequential(
         nn.Linear(4, 6), *norm, nn.Dropout(0.3), *more, nn.Tanh(), nn.Linear(6, CLASSES)
     )
@@ -74,12 +64,7 @@ class Run:
         self.model, criterion = parallelize(
             net, nn.CrossEntropyLoss(), devices, strategy="replicas" if devices else "ddp"
         )
-        adam = torch.optim.AdamW
-        made = (
-            BalancedOptimizer(self.model, adam, **ADAM)
-            if balanced
-            else adam(self.model.parameters(), **ADAM)
-        )
+        made = balanced_or_plain(self.model, torch.optim.AdamW, balanced)
         settings = {"micro_batch_size": "auto", "max_grad_norm": 0.5, **settings}
         self.step = TrainStep(self.model, criterion, made, **settings)
         self.losses = []
@@ -140,12 +125,7 @@ def check_faults(rank, ranks, balanced, precision, add, faults):
             allocation = 1 + int(choose.random() * count)
             some = train(["auto"] * 4, fault, allocation)
             size = some.step.micro_batch_size
-            assert all(map(torch.equal, some.result(), expected[size])), (
-                fault,
-                allocation,
-                count,
-                size,
-            )
+            assert all(map(torch.equal, some.result(), expected[size])), (fault, allocation, count)
             seen.add(size)
     return seen
 
@@ -163,7 +143,7 @@ def test_any_failed_allocation_leaves_the_run_of_smaller_micro_batches(
     seen = run(ranks, check_faults, balanced, precision, add, 9 if ranks == 1 else 5)
     assert all(each == seen[0] for each in seen)
     assert len(seen[0]) > 1
-    half = {3} if ranks == 1 else {4, 2}  # of the rows of the rank that failed
+    half = {3} if ranks == 1 else {4, 2}  # The rows are those of the rank that failed.
     assert seen[0] <= {None, *({2} if add else half)}
 
 
@@ -199,7 +179,7 @@ def test_training_within_a_part_of_the_memory_has_the_losses_of_all_of_it(balanc
         run(rows=2)
         least = max(cluster.peak)
     sizes = []
-    for part in (0.9, 0.5, 0.3, 0.1):  # of what the rows need
+    for part in (0.9, 0.5, 0.3, 0.1):
         with simulate(2, memory=int(least + part * (peak - least))):
             losses, size = run()
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
@@ -228,9 +208,8 @@ def test_nothing_of_the_failed_attempt_stays_in_memory():
             run.step.micro_batch_size = None
             run.train(4)
             assert run.step.micro_batch_size == 3
-            assert all(
-                map(operator.le, live_after(cluster, run), live)
-            )  # A buffer is not replaced then.
+            # A buffer is not replaced then.
+            assert all(map(operator.le, live_after(cluster, run), live))
         assert undisturbed is not None
 
 
@@ -264,18 +243,10 @@ def test_out_of_memory_without_recovery_names_it():
 @pytest.mark.parametrize("balanced", [False, True])
 def test_an_optimizer_without_room_for_its_state_says_where(balanced):
     with simulate(1, memory="26MiB"):
-        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES)).to(
-            "sim:0"
-        )
-        model = DataParallelModel(net)
-        optimizer = (
-            BalancedOptimizer(model, torch.optim.AdamW)
-            if balanced
-            else torch.optim.AdamW(net.parameters())
-        )
-        step = TrainStep(
-            model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size="auto"
-        )
+        layers = nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES)
+        net = nn.Sequential(*layers).to("sim:0")
+        settings = {"kind": torch.optim.AdamW, "is_balanced": balanced, "micro_batch_size": "auto"}
+        step = make_step(net, devices=[0], **settings)
         with pytest.raises(torch.OutOfMemoryError, match="sim out of memory") as caught:
             step(torch.randn(2, 4), class_targets(2))
         (note,) = caught.value.__notes__
@@ -319,7 +290,8 @@ def test_rank_without_rows_follows_the_others(rank):
     assert all(map(torch.equal, *found))
 
 
-def check_capacity(rank):
+@on_ranks(2)
+def test_capacity_of_one_rank_decides_for_all(rank):
     losses = []
     for memory in (None, ["100MiB", "24MiB"]):
         with simulate(2, memory=memory):
@@ -329,12 +301,8 @@ def check_capacity(rank):
             losses.append(torch.stack([step(inputs, targets) for _ in range(3)]).cpu())
             size = step.micro_batch_size
     torch.testing.assert_close(*losses)
-    return size
-
-
-def test_capacity_of_one_rank_decides_for_all():
-    sizes = run_ranks(2, check_capacity)
-    assert sizes[0] == sizes[1] < 1000
+    first, second = gather_objects(size)
+    assert first == second < 1000
 
 
 @on_ranks(2)

@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.by_row import has_kernels_of_torch
-from helpers.optimizers import sgd
+from helpers.fsdp import whole
 from helpers.ranks import run_ranks
 from helpers.slow import slow_but
 from helpers.steps import make_step as make_step_of
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import ByCost, DataParallelCriterion, TrainStep, parallelize, simulate
+from balanced_parallel import ByCost, DataParallelCriterion, simulate
 from balanced_parallel.runtime import row_random
 from balanced_parallel.savings import checkpoint_activations
 
@@ -165,11 +166,11 @@ def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers
     seen = []  # two small forwards, two updates
     with simulate(2) as cluster:
         step = make_step(["sim:0", "sim:1"], micro_batch_size="auto")
-        step.model.register_forward_pre_hook(
-            lambda model, inputs: seen.append(
-                cluster.fail_allocation(50 if len(seen) == 3 else 10**9)
-            )
-        )
+
+        def fail(model, inputs):
+            seen.append(cluster.fail_allocation(50 if len(seen) == 3 else 10**9))
+
+        step.model.register_forward_pre_hook(fail)
         assert_equal(train(step), expected)
         assert step.micro_batch_size == 2
 
@@ -177,14 +178,19 @@ def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers
 def train_on_rank(rank, strategy, sizes, micro_batch_size):
     torch.manual_seed(5 + rank)  # the first rank's seed is that of all
     net, (words, labels) = Net().double(), batch()
-    model, criterion = parallelize(net, NoisyLabels(), ["cpu"], weight="rows", strategy=strategy)
-    step = TrainStep(
-        model, criterion, sgd(model), micro_batch_size=micro_batch_size, reproducible=True
+    step = parallel_step(
+        net,
+        NoisyLabels(),
+        devices=["cpu"],
+        weight="rows",
+        strategy=strategy,
+        micro_batch_size=micro_batch_size,
+        reproducible=True,
     )
     torch.manual_seed(5 + rank)
     rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     losses = [step(words[rows], labels[rows]) for _ in range(2)]
-    parameters = [whole(parameter.detach()) for parameter in model.parameters()]
+    parameters = [whole(parameter.detach()) for parameter in step.model.parameters()]
     if 0 not in sizes:
         step.add(words[rows], labels[rows])
         with pytest.raises(
@@ -193,10 +199,6 @@ def train_on_rank(rank, strategy, sizes, micro_batch_size):
         ):
             step.add(words[rows], labels[rows])
     return [torch.stack(losses), *parameters], torch.rand(()) if rank == 0 else None
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 RANKS = [*itertools.product([([5, 2], None), ([4, 3], 2), ([7, 0], 3)], ["ddp", "fsdp"])]
@@ -299,7 +301,7 @@ def test_modules_in_evaluation_are_another_kind_where_others_stay_in_training():
 
 def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own imports
+        warnings.simplefilter("ignore", DeprecationWarning)  # Imports of torch warn.
         net = torch.compile(nn.Linear(2, 2))
     with pytest.raises(
         ValueError, match="compiled module.*expected torch._inductor.config.fallback_random = True"
@@ -311,24 +313,24 @@ def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
         make_step_of(net, nn.MSELoss(), devices=1, reproducible=True)
 
 
-FILES = tuple(
-    f"balanced_parallel/{name}.py" for name in ("runtime/row_random", "training/reproducible")
-)
+FILES = {
+    False: ("runtime/row_random.py", "training/reproducible.py", "training/exact.py"),
+    True: ("training/exact.py",),
+}
 
 
-def test_a_step_without_the_setting_calls_nothing_of_it():
-    module, seen = nn.Sequential(nn.Linear(6, 5), nn.Dropout()), []
-    step = make_step_of(module, nn.MSELoss())
-    sys.setprofile(
-        lambda frame, event, _: (
-            seen.append(frame) if frame.f_code.co_filename.endswith(FILES) else None
-        )
-    )
+@pytest.mark.parametrize("reproducible", FILES)
+def test_a_step_calls_nothing_of_other_settings(reproducible):
+    seen = []
+    settings = {"micro_batch_size": 2, "max_grad_norm": 1.0, "reproducible": reproducible}
+    step = make_step_of(nn.Sequential(nn.Linear(6, 5), nn.Dropout()), nn.MSELoss(), **settings)
+    sys.setprofile(lambda frame, *_: seen.append(frame.f_code.co_filename))
     try:
         step(torch.ones(4, 6), torch.zeros(4, 5))
     finally:
         sys.setprofile(None)
-    assert not seen
+    assert seen
+    assert not any(name.endswith(FILES[reproducible]) for name in seen)
 
 
 class FailingNet(nn.Module):
@@ -400,11 +402,8 @@ def test_several_means_with_weights_are_those_of_one_device():
     for devices in (1, 3):
         torch.manual_seed(3)
         criterion = DataParallelCriterion(TwoMeans(), weight=weight)
-        losses.append(
-            make_step_of(
-                Net().double(), criterion, devices=devices, micro_batch_size=2, reproducible=True
-            )(*batch())
-        )
+        settings = {"devices": devices, "micro_batch_size": 2, "reproducible": True}
+        losses.append(make_step_of(Net().double(), criterion, **settings)(*batch()))
     assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
 
 
@@ -412,13 +411,17 @@ def test_several_means_with_weights_are_those_of_one_device():
 def test_a_criterion_with_parameters_stays_on_its_device_where_an_optimizer_has_state_of_them(
     reproducible,
 ):
-    means = TwoMeans()
-    criterion = DataParallelCriterion(SumOf(means))
+    class SumOfMeans(TwoMeans):
+        def forward(self, logits, labels):
+            return sum(super().forward(logits, labels).values())
+
+    means = SumOfMeans()
+    criterion = DataParallelCriterion(means)
     with simulate(2):
         net = nn.Linear(4, 5).double()
         optimizer = torch.optim.AdamW([*net.parameters(), *means.parameters()])
         settings = {"micro_batch_size": 2, "reproducible": reproducible}
-        step = make_step_of(net, criterion, optimizer, devices=["sim:0", "sim:1"], **settings)
+        step = make_step_of(net, criterion, optimizer, devices=range(2), **settings)
         places = set()
         for rows in (11, 7, 5):
             step(torch.randn(rows, 4, dtype=torch.float64), torch.randint(5, (rows,)))
@@ -426,40 +429,19 @@ def test_a_criterion_with_parameters_stays_on_its_device_where_an_optimizer_has_
     assert places == {"sim:0"}
 
 
-class SumOf(nn.Module):
-    """The sum of the means of a module."""
-
-    def __init__(self, means):
-        super().__init__()
-        self.means = means
-
-    def forward(self, logits, labels):
-        return sum(self.means(logits, labels).values())
-
-
 def test_noise_of_a_criterion_needs_a_weight_where_rows_are_split():
     """The draws were unknown, and the error said that they depend on data or chance."""
-    words, labels = batch()
     losses = []
-    for settings in ({}, {"weight": "rows"}):
+
+    def run(devices=1, micro_batch_size=None, **weight):
+        criterion = DataParallelCriterion(NoisyLabels(), **weight)
+        settings = {"micro_batch_size": micro_batch_size, "reproducible": True}
+        return make_step_of(Net().double(), criterion, devices=devices, **settings)(*batch())
+
+    for weight in ({}, {"weight": "rows"}):
         torch.manual_seed(5)
-        losses.append(
-            make_step_of(
-                Net().double(),
-                DataParallelCriterion(NoisyLabels(), **settings),
-                devices=1,
-                reproducible=True,
-            )(words, labels)
-        )
+        losses.append(run(**weight))
     assert_close(*losses)
-    for devices, micro_batch_size in ((3, None), (1, 2)):
-        criterion = DataParallelCriterion(NoisyLabels())
-        step = make_step_of(
-            Net().double(),
-            criterion,
-            devices=devices,
-            micro_batch_size=micro_batch_size,
-            reproducible=True,
-        )
+    for settings in ({"devices": 3}, {"micro_batch_size": 2}):
         with pytest.raises(ValueError, match="or it draws random numbers: .* weight="):
-            step(words, labels)
+            run(**settings)

@@ -66,7 +66,7 @@ def error_of_settings(rank, name):
     return error_of(lambda: train(make_step(**SETTINGS[name][rank]), rank))
 
 
-LOSSES = {  # beside nn.CrossEntropyLoss()
+LOSSES = {
     "smoothed": lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
     "weighted": lambda: nn.CrossEntropyLoss(torch.arange(1.0, CLASSES + 1, dtype=torch.float64)),
     "summed": lambda: nn.CrossEntropyLoss(reduction="sum"),
@@ -276,7 +276,8 @@ def load_weights(step):
         ]  # the sum stays the same
 
 
-ALONE = {  # what rank 1 does with a step and its state, and what the error says
+# Each: what rank 1 does with a step and its state, and what the error says.
+ALONE = {
     "lr": (
         lambda step, _: step.optimizer.param_groups[0].update(lr=0.3),
         "lr of param group 0: 0.1 on rank 0 and 0.3 on rank 1",

@@ -9,21 +9,21 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.optimizers import balanced_or_plain, sgd
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import slow, slow_but
 from helpers.steps import batch, make_step, rows_of, run, tolerance_of
 from torch import nn
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    ExponentialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 from torch.testing import assert_close
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    parallelize,
-    simulate,
-)
+from balanced_parallel import BalancedOptimizer, DataParallelModel, TrainStep, parallelize, simulate
 
 CPUS = ["cpu"] * 3
 
@@ -32,9 +32,7 @@ def make_optimizers(net, *, with_bias=True):
     """An optimizer and a scheduler for each of the two layers, the second with its bias or without it."""
     last = list(net[2].parameters()) if with_bias else [net[2].weight]
     optimizers = [sgd(net[0], lr=0.5), torch.optim.AdamW(last, lr=0.1)]
-    schedulers = [
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers
-    ]
+    schedulers = [ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
     return optimizers, schedulers
 
 
@@ -42,11 +40,8 @@ def check_several(rank, ranks, precision):
     """A layer is given to an optimizer later, as one does who unfreezes. The targets do not say what they weigh."""
     torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
     error = tolerance_of(precision)
-    plain, net, weighted = (
-        build_net(),
-        build_net(),
-        nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, CLASSES)),
-    )
+    plain, net = build_net(), build_net()
+    weighted = nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, CLASSES))
     references, reference_schedulers = make_optimizers(plain, with_bias=False)
     model, criterion = parallelize(net, weighted, CPUS if ranks == 1 else None)
     optimizers, schedulers = make_optimizers(net, with_bias=False)
@@ -75,7 +70,7 @@ def check_several(rank, ranks, precision):
         for one in (*references, *reference_schedulers):
             one.step()
         assert_close(step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error)
-        assert_close(step.grad_norm, norm, rtol=error, atol=0.0)  # before it is clipped
+        assert_close(step.grad_norm, norm, rtol=error, atol=0.0)
         assert_same_gradients(gradients(net), gradients(plain), error)
         if precision == "fp32":
             assert_close(list(net.parameters()), list(plain.parameters()), rtol=error, atol=error)
@@ -170,76 +165,60 @@ def test_parameter_in_two_optimizers_raises_an_error():
         step(torch.randn(3, 4), class_targets(3))
 
 
-def test_invalid_optimizers_and_schedulers_raise_an_error():
+NO_OPTIMIZER = "the optimizer is an object of type generator, expected an instance of Optimizer, or"
+NO_SCHEDULER = "the scheduler is an object of type SGD, expected an instance of LRScheduler, or"
+OF_ANOTHER = "ConstantLR was made for another Adam, expected the optimizer of this step: its"
+INVALID = {
+    NO_OPTIMIZER: lambda net, optimizer: {"optimizer": net.parameters()},
+    r"the optimizer is a tensor of shape \(6, 4\), expected": lambda net, optimizer: {
+        "optimizer": list(net.parameters())
+    },
+    "no optimizer was given, expected one or more": lambda net, optimizer: {"optimizer": []},
+    NO_SCHEDULER: lambda net, optimizer: {"scheduler": [optimizer]},
+    "ReduceLROnPlateau needs a metric: call its step": lambda net, optimizer: {
+        "scheduler": [ConstantLR(optimizer), ReduceLROnPlateau(optimizer)]
+    },
+    OF_ANOTHER: lambda net, optimizer: {
+        "scheduler": [ConstantLR(optimizer), ConstantLR(torch.optim.Adam(net.parameters()))]
+    },
+}
+
+
+@pytest.mark.parametrize("message", INVALID)
+def test_invalid_optimizers_and_schedulers_raise_an_error(message):
     net = build_net()
     optimizer = sgd(net)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(
-        TypeError,
-        match=r"the optimizer is an object of type generator, expected an instance of Optimizer, or",
-    ):
-        make_step(net, optimizer=net.parameters())
-    with pytest.raises(TypeError, match=r"the optimizer is a tensor of shape \(6, 4\), expected"):
-        make_step(net, optimizer=list(net.parameters()))
-    with pytest.raises(ValueError, match="no optimizer was given, expected one or more"):
-        make_step(net, optimizer=[])
-    with pytest.raises(
-        TypeError,
-        match=r"the scheduler is an object of type SGD, expected an instance of LRScheduler, or",
-    ):
-        make_step(net, optimizer=optimizer, scheduler=[optimizer])
-    with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric: call its step"):
-        make_step(
-            net,
-            optimizer=optimizer,
-            scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), plateau],
-        )
-    other = torch.optim.lr_scheduler.ConstantLR(torch.optim.Adam(net.parameters()))
-    with pytest.raises(
-        ValueError,
-        match="ConstantLR was made for another Adam, expected the optimizer of this step: its",
-    ):
-        make_step(
-            net,
-            optimizer=optimizer,
-            scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), other],
-        )
+    settings = {"optimizer": optimizer, **INVALID[message](net, optimizer)}
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_step(net, **settings)
 
 
 def test_schedulers_of_schedulers_are_those_of_their_optimizer():
     net = build_net()
     optimizer = sgd(net)
-    parts = [
-        torch.optim.lr_scheduler.ConstantLR(optimizer),
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
-    ]
-    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
-    make_step(
-        net,
-        optimizer=optimizer,
-        scheduler=[sequence, torch.optim.lr_scheduler.ChainedScheduler(parts)],
-    )
+    parts = [ConstantLR(optimizer), ExponentialLR(optimizer, 0.5)]
+    sequence = SequentialLR(optimizer, parts, [2])
+    make_step(net, optimizer=optimizer, scheduler=[sequence, ChainedScheduler(parts)])
     balanced = BalancedOptimizer(DataParallelModel(net, CPUS), torch.optim.Adam, lr=0.1)
-    make_step(net, optimizer=balanced, scheduler=torch.optim.lr_scheduler.ConstantLR(balanced))
+    make_step(net, optimizer=balanced, scheduler=ConstantLR(balanced))
 
 
-class Prompted(torch.nn.Module):
+class Prompted(nn.Sequential):
     """A buffer that learns, which no optimizer has."""
 
     def __init__(self):
-        super().__init__()
-        self.net = build_net()
+        super().__init__(build_net())
         self.register_buffer("prompt", torch.ones(4).requires_grad_())
 
     def forward(self, x):
-        return self.net(x * self.prompt)
+        return super().forward(x * self.prompt)
 
 
 def test_gradient_of_a_buffer_equals_the_plain_program(double):
     module, x, target = Prompted(), torch.randn(11, 4), class_targets(11, 3)
     F.cross_entropy(module(x), target).backward()
     expected, module.prompt.grad = module.prompt.grad.clone(), None
-    optimizer = sgd(module.net, lr=0.0)
+    optimizer = sgd(module, lr=0.0)
     step = make_step(module, nn.CrossEntropyLoss(torch.ones(5)), optimizer, micro_batch_size=2)
     for _ in range(2):
         step(x, target)
@@ -348,10 +327,8 @@ class NeedsClosure(torch.optim.SGD):
 def test_optimizers_that_need_a_closure_are_named(balanced, precision):
     """The error was "'NoneType' object is not callable"."""
     net = build_net()
-    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
-    optimizer = balanced_or_plain(model, TwoSteps, balanced)
-    step = TrainStep(model, criterion, optimizer, precision=precision)
-    name = type(optimizer).__name__
+    step = make_step(net, devices=3, kind=TwoSteps, is_balanced=balanced, precision=precision)
+    name = type(step.optimizer).__name__
     message = rf"{name}\.step\(\) failed without a closure: 'NoneType' object is not callable; if it needs one, call optimizer"
     with pytest.raises(RuntimeError, match=message) as caught:
         step(torch.randn(3, 4), class_targets(3))

@@ -87,7 +87,8 @@ def weighted_by_hand(criterion):
     )
 
 
-COUNTED = [  # how often labels are compared with the one to be ignored, and gradients rescaled
+# Each ends with how often labels are compared with the one to be ignored, and gradients rescaled.
+COUNTED = [
     (nn.CrossEntropyLoss(ignore_index=2), 2, 1, 0),
     (functools.partial(F.cross_entropy, ignore_index=2, label_smoothing=0.1), 2, 1, 0),
     (nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5), ignore_index=2), 2, 6, 1),
@@ -116,10 +117,8 @@ def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_
             found = step(x, target)
         assert_equal(found, loss)
         assert_same_gradients(gradients(net), expected)
-        assert (compared.seen, rescaled.seen) == (
-            comparisons,
-            rescalings,
-        )  # else for each micro-batch and each replica
+        # It would be once for each micro-batch and each replica.
+        assert (compared.seen, rescaled.seen) == (comparisons, rescalings)
     step.add(x[:7], target[:7])
     step.add(x[7:], target[7:])
     assert_equal(step.apply(), loss)

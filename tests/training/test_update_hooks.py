@@ -7,23 +7,19 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.fsdp import whole
 from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import slow_but
-from helpers.steps import make_step, rows_of, run, tolerance_of
+from helpers.steps import make_step, parallel_step, rows_of, run, tolerance_of
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    parallelize,
-)
+from balanced_parallel import TrainStep, parallelize
 
 CPUS = ["cpu"] * 3
-LIMIT = 0.02  # between the entries of the gradient, and of those of parts of the batch
+# It lies between the entries of the gradient, and of those of parts of the batch.
+LIMIT = 0.02
 
 
 def clamp(gradient):
@@ -76,14 +72,9 @@ def check_hooks(rank, ranks, way, precision, strategy):
         found = train(step, way, inputs[mine], targets[mine])
         assert_close(found, loss.detach(), rtol=tolerance_of(precision), atol=1e-10)
         assert_close(step.grad_norm, norm, rtol=tolerance_of(precision), atol=0.0)
-        whole = nn.ParameterList(
-            getattr(parameter, "full_tensor", lambda each=parameter: each)()
-            for parameter in net.parameters()
-        )
-        for parameter, expected in zip(whole, plain.parameters(), strict=True):
-            assert_close(
-                parameter, expected, rtol=tolerance_of(precision), atol=tolerance_of(precision)
-            )
+        error = tolerance_of(precision)
+        found = [whole(parameter) for parameter in net.parameters()]
+        assert_close(found, list(plain.parameters()), rtol=error, atol=error)
         if strategy != "fsdp":
             assert_same_gradients(gradients(net), gradients(plain), tolerance_of(precision))
         assert len(calls) == 4 * (number + 1)
@@ -122,9 +113,8 @@ def check_unused(rank, ranks):
     """A hook is not called for a parameter without a gradient. Autograd called it with None on a rank that had not used it."""
     torch.set_default_dtype(torch.float64)
     net, calls = Branches(), []
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None)
     net.second.weight.register_hook(lambda gradient: calls.append(gradient.shape))
-    step = TrainStep(model, criterion, sgd(net))
+    step = parallel_step(net, devices=CPUS if ranks == 1 else None)
     inputs = -torch.ones(2, 4)
     step(inputs, class_targets(2))
     assert calls == []
@@ -144,7 +134,7 @@ def test_hooks_are_back_after_each_part_of_an_update():
     inputs, targets = torch.randn(7, 4), class_targets(7)
     step.add(inputs, targets)
     assert calls == []
-    F.cross_entropy(net(inputs), targets).backward()  # between two parts, by hand
+    F.cross_entropy(net(inputs), targets).backward()
     assert calls == [1]
     with pytest.raises(RuntimeError):
         step.add(inputs[:, :2], targets)
@@ -159,8 +149,7 @@ def test_hooks_are_back_after_each_part_of_an_update():
 def test_hooks_with_gradients_in_pieces_are_refused():
     net = build_net()
     net[0].weight.register_hook(clamp)
-    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.SGD, lr=0.1))
+    step = make_step(net, devices=3, is_balanced=True)
     with pytest.raises(
         TypeError,
         match="a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected",

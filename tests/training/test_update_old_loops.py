@@ -5,19 +5,15 @@ import warnings
 
 import pytest
 import torch
-from helpers.optimizers import balanced_or_plain, sgd
+from helpers.fsdp import whole
+from helpers.optimizers import balanced_or_plain
 from helpers.problems import CLASSES
 from helpers.ranks import run_ranks
+from helpers.steps import parallel_step
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from balanced_parallel import (
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    parallelize,
-    simulate,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -212,11 +208,7 @@ def train_on_rank(rank, strategy):
     for kept in ("nothing", "step", "zero_grad"):
         torch.manual_seed(1)
         net = nn.Linear(4, CLASSES).double()
-        model, criterion = parallelize(
-            net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
-        )
-        optimizer = sgd(model)
-        step = TrainStep(model, criterion, optimizer)
+        step = parallel_step(net, devices=["cpu"], strategy=strategy)
         try:
             for number in range(4):
                 x, y = torch.randn(3 + rank, 4).double(), torch.randint(CLASSES, (3 + rank,))
@@ -224,15 +216,12 @@ def train_on_rank(rank, strategy):
                     step(x, y), step(x, y), step.add(x, y), step.add(x, y), step.apply()
                 step.add(x, y)
                 if kept == "zero_grad":
-                    optimizer.zero_grad()
+                    step.optimizer.zero_grad()
                 step.add(x + 1, y)
                 step.apply()
                 if kept == "step":
-                    optimizer.step()
-            values = [
-                getattr(each, "full_tensor", lambda each=each: each)().detach()
-                for each in model.parameters()
-            ]
+                    step.optimizer.step()
+            values = [whole(each).detach() for each in step.model.parameters()]
             expected = expected or values
             assert all(map(torch.equal, values, expected))
         except RuntimeError as error:

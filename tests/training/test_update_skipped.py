@@ -4,20 +4,16 @@ import copy
 
 import pytest
 import torch
-from helpers.optimizers import sgd
+from helpers.fsdp import whole
+from helpers.optimizers import balanced_or_plain, sgd
 from helpers.problems import build_net, class_targets
 from helpers.ranks import on_ranks
 from torch import nn
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    parallelize,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 
-LIMIT, SCALES = 0.9, [1.0, 30.0, 1.0, float("inf"), 1.0]  # of the inputs of each update
+LIMIT = 0.9
+SCALES = [1.0, 30.0, 1.0, float("inf"), 1.0]  # The inputs of each update have one.
 
 
 def batches():
@@ -45,12 +41,7 @@ def plain(max_grad_norm):
 def check(model, criterion, cut, max_grad_norm, *, is_balanced=False):
     expected, norms, epochs = plain(max_grad_norm)
     assert epochs == 3
-    make = (
-        BalancedOptimizer
-        if is_balanced
-        else lambda model, kind, **settings: kind(model.parameters(), **settings)
-    )
-    optimizer = make(model, torch.optim.Adam, lr=0.1)
+    optimizer = balanced_or_plain(model, torch.optim.Adam, is_balanced)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     settings = {"max_grad_norm": max_grad_norm, "skip_above": LIMIT, "micro_batch_size": 2}
     step = TrainStep(model, criterion, optimizer, scheduler=scheduler, **settings)
@@ -63,10 +54,8 @@ def check(model, criterion, cut, max_grad_norm, *, is_balanced=False):
         )
         assert is_same == (not norm <= LIMIT)
     assert scheduler.last_epoch == epochs
-    for found, value in zip(model.module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(
-            getattr(found, "full_tensor", lambda found=found: found)(), value
-        )
+    found = [whole(parameter) for parameter in model.module.parameters()]
+    torch.testing.assert_close(found, list(expected.parameters()))
 
 
 @pytest.mark.usefixtures("double")
