@@ -55,10 +55,10 @@ def assert_same_run(losses, net, rows=ROWS):
     """Compares the losses of a training and the weights that it ends with."""
     expected, plain = plain_run(rows)
     assert_equal(torch.stack([loss.cpu() for loss in losses]), torch.stack(expected))
-    whole = {name: whole(value) for name, value in net.named_parameters()}
+    values = {name: whole(value) for name, value in net.named_parameters()}
     found, weights = (
         [value.detach().cpu() for value in values]
-        for values in (whole.values(), plain.parameters())
+        for values in (values.values(), plain.parameters())
     )
     assert_equal(found, weights)
 

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import TrainStep, gather, parallelize
+from balanced_parallel.runtime.collectives import gather_objects
 
 
 @on_ranks(2, timeout=200)
@@ -48,17 +49,19 @@ def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
 def test_accumulation_keeps_one_copy_of_the_gradients(rank):
     """Buckets are allocated before. A backward makes one gradient at a time, an eighth of all, and adds it there."""
     net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(8)])
+
+    def places():
+        return {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
+
     step = parallel_step(net, nn.MSELoss(), micro_batch_size=2)
     step(torch.randn(6, 500), torch.randn(6, 500))
-    buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
+    buckets = places()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         for _ in range(3):
             step.add(torch.randn(2, 500), torch.randn(2, 500))
-            assert {
-                parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()
-            } == buckets
+            assert places() == buckets
         step.apply()
     now = peak = 0
     for event in sorted(
@@ -233,7 +236,8 @@ def test_comm_hook_buckets_contain_only_gradients(rank):
             assert_same_gradients(gradients(model.module), expected, 0.02 * largest.item())
 
 
-def check_powersgd(rank):
+@on_ranks(2, timeout=60)
+def test_powersgd_hook_does_not_hang(rank):
     """Callbacks of the hook start collectives, on threads of gloo, while the reducer starts those of the next bucket."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
         PowerSGDState,
@@ -242,14 +246,10 @@ def check_powersgd(rank):
 
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in two buckets
-    model, criterion = parallelize(net, nn.MSELoss())
-    model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
-    step = TrainStep(model, criterion, sgd(model, lr=0.01))
-    return [step(torch.randn(8, 700), torch.randn(8, 700)).item() for _ in range(4)][-1]
-
-
-def test_powersgd_hook_does_not_hang():
-    first, second = run_ranks(2, check_powersgd, timeout=60)
+    step = parallel_step(net, nn.MSELoss(), lr=0.01)
+    step.model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+    losses = [step(torch.randn(8, 700), torch.randn(8, 700)).item() for _ in range(4)]
+    first, second = gather_objects(losses[-1])
     assert first == second
 
 
@@ -368,9 +368,8 @@ def check_exchanges(rank):
             nn.functional.mse_loss(by_hand(inputs[:2]), targets[:2]).backward()
         nn.functional.mse_loss(by_hand(inputs[2:]), targets[2:]).backward()
 
-    counts = [
-        exchanges_of(update_by_hand) for _ in range(2)
-    ]  # the reducer builds its buckets again after the first
+    # The reducer builds its buckets again after the first.
+    counts = [exchanges_of(update_by_hand) for _ in range(2)]
     for users in ([0, 1], [0, 1], [1], []):
         net.uses_second = rank in users
         counts.append(exchanges_of(lambda: step(inputs, targets)))
@@ -380,12 +379,8 @@ def check_exchanges(rank):
 
 def test_update_adds_one_small_exchange_to_plain_ddp_and_another_for_unused_parameters():
     """Loss, weight, and whether the backward of a rank has failed; then the parameters that no rank has used."""
-    assert run_ranks(2, check_exchanges)[0] == [
-        1,
-        2,
-        3,
-        3,
-    ]  # the other rank does not always wait for the last
+    # The other rank does not always wait for the last.
+    assert run_ranks(2, check_exchanges)[0] == [1, 2, 3, 3]
 
 
 @on_ranks(2)
@@ -395,11 +390,10 @@ def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
     net = Changing()
     plain = copy.deepcopy(net)
     model, criterion = parallelize(net, nn.MSELoss())
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.1, weight_decay=0.1
-    )  # an unused parameter with a zero would decay
+    # An unused parameter with a zero would decay.
+    optimizer = sgd(model, weight_decay=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
-    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
+    by_hand = sgd(plain, weight_decay=0.1)
     inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
 
     def loop():

@@ -21,7 +21,6 @@ from helpers.problems import (
     plain_program,
 )
 from helpers.ranks import on_ranks, run_ranks
-from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -138,45 +137,6 @@ def test_parallelize_without_a_criterion_returns_the_model():
         parallelize(nn.Linear, nn.MSELoss())
 
 
-def two_means(output, target):
-    some = target.sum(1) > 2.5
-    return {
-        "all": F.mse_loss(output, target),
-        "some": output[some].pow(2).sum() / some.sum().clamp(min=1),
-    }
-
-
-COUNTS = {"all": len, "some": lambda target: (target.sum(1) > 2.5).sum()}
-
-
-@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([7, 2], 2), ([9, 0], None)])
-@on_ranks(2)
-def test_several_means_are_divided_by_the_weights_of_all_ranks(rank, sizes, micro_batch_size):
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    x, target, module = torch.randn(9, 4), torch.rand(9, 5), build_net()
-    loss, expected = plain_program(
-        module, lambda *arguments: sum(two_means(*arguments).values()), x, target
-    )
-    step = parallel_step(
-        module,
-        DataParallelCriterion(two_means, weight=COUNTS, minimum=1),
-        lr=0.0,
-        micro_batch_size=micro_batch_size,
-    )
-    mine, targets = x.split(sizes)[rank], target.split(sizes)[rank]
-    for _ in range(2):
-        found, outputs = step(mine, targets, return_outputs=True)
-        assert_close(found, loss)
-        assert_same_gradients(gradients(module), expected)
-        assert_close(outputs.gather(), module(x).detach())
-    module.zero_grad()
-    found = sum(step.criterion(step.model(mine), targets).values())
-    found.backward()
-    assert_close(found.detach(), loss)
-    assert_same_gradients(gradients(module), expected)
-
-
 LOSSES = {
     "of the model's own": lambda outputs, wanted: weighted_mean(
         [nn.functional.cross_entropy(outputs[0], wanted)], [len(wanted)]
@@ -202,23 +162,6 @@ def test_gradients_of_custom_losses_are_reduced(rank):
             model.zero_grad()
             loss_of(model(inputs[mine]), targets[mine]).backward()
             assert_same_gradients(gradients(model.module), expected)
-
-
-@on_ranks(2)
-def test_loss_through_two_models_has_exact_gradients(rank):
-    """A loss that goes through two parallelized models, as a generator's does."""
-    torch.manual_seed(1)
-    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
-    mine = slice(0, 2) if rank == 0 else slice(2, None)
-    nets = nn.Sequential(nn.Linear(4, 4).double(), Chosen())
-    _, expected = plain_program(nets, nn.CrossEntropyLoss(), inputs, targets)
-    generator, _ = parallelize(nets[0], nn.MSELoss())
-    judge, criterion = parallelize(nets[1], nn.CrossEntropyLoss())
-    for _ in range(3):
-        generator.zero_grad()
-        judge.zero_grad()
-        criterion(judge(generator(inputs[mine])[0]), targets[mine]).backward()
-        assert_same_gradients(gradients(*nets), expected)
 
 
 @on_ranks(2)
@@ -276,9 +219,8 @@ def test_metrics_count_every_row_once(rank):
             gathered += torch.stack([(predictions == labels).sum(), torch.tensor(len(labels))])
             twice.update(predictions, labels)
     assert reducing.compute().tolist() == gathered.tolist() == expected
-    assert twice.compute().tolist() == [
-        2 * count for count in expected
-    ]  # the reason for outputs.on()
+    # This is the reason for outputs.on().
+    assert twice.compute().tolist() == [2 * count for count in expected]
 
 
 @pytest.mark.parametrize("devices", [1, 3])

@@ -53,9 +53,8 @@ def train(place, mesh, strategy):
         outputs = gather(model.eval()(inputs))
     sampler = RankBatchSampler(range(10), 10)
     moments = [values["exp_avg"].tolist() for values in optimizer.state_dict()["state"].values()]
-    local = getattr(
-        optimizer.shards.inner, "optim", optimizer
-    )  # under DDP, of this rank's parameters
+    # Under DDP, it has the parameters of this rank.
+    local = getattr(optimizer.shards.inner, "optim", optimizer)
     owned = sum(tensor.numel() for values in local.state.values() for tensor in values.values())
     parameters = [whole(parameter).tolist() for parameter in model.parameters()]
     return losses, parameters, outputs.tolist(), [*sampler], moments, owned
@@ -101,10 +100,8 @@ def test_a_mesh_may_have_copies_and_shards(rank):
     batch = language_batch(8)
     expected = plain_program(Language().double(), nn.CrossEntropyLoss(), *batch)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    for dimensions, strategy in ((mesh, "auto"), (init_device_mesh("cpu", (4,)), "auto")):
-        model, criterion = parallelize(
-            Language().double(), nn.CrossEntropyLoss(), mesh=dimensions, strategy=strategy
-        )
+    for dimensions in (mesh, init_device_mesh("cpu", (4,))):
+        model, criterion = parallelize(Language().double(), nn.CrossEntropyLoss(), mesh=dimensions)
         assert isinstance(model, DistributedModel) == (dimensions.ndim == 1)
         step = TrainStep(model, criterion, sgd(model, lr=0.0))
         assert_update(step, model.module, batch, [2] * 4, rank, expected)

@@ -2,13 +2,15 @@
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.fsdp import whole_gradients
 from helpers.optimizers import sgd
-from helpers.ranks import on_ranks, run_ranks
-from helpers.slow import slow_but
+from helpers.problems import assert_same_gradients, gradients
+from helpers.ranks import on_ranks
 from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
@@ -68,30 +70,6 @@ def of_inputs(model, loss, x, other, y):
     of_output = torch.autograd.grad([output.sum() for output in model(x)], x)
     assert of_loss[0].shape == of_output[0].shape == x.shape
     loss(model(other), y).backward()
-
-
-WAYS = [keep_graph, forwards_then_backwards, three, one_for_two_forwards, accumulate, of_inputs]
-
-
-def check(rank, way, strategy, sizes):
-    plain = build()
-    tensors = torch.randn(6, 4).double(), torch.randn(6, 4).double(), torch.randn(6, 5).double()
-    expected = way(plain, F.mse_loss, *tensors)
-    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
-    results = way(model, criterion, *(tensor.split(sizes)[rank] for tensor in tensors))
-    for result, value in zip(results or (), expected or (), strict=True):
-        assert_close(result, value, rtol=1e-10, atol=1e-12)
-    for parameter, other in zip(model.module.parameters(), plain.parameters(), strict=True):
-        gradient = parameter.grad.full_tensor() if strategy == "fsdp" else parameter.grad
-        assert_close(gradient, other.grad, rtol=1e-10, atol=1e-12)
-    return True
-
-
-@pytest.mark.parametrize("sizes", slow_but(SIZES, [6, 0]), ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("way", WAYS)
-def test_each_backward_equals_the_plain_program(way, strategy, sizes):
-    assert run_ranks(2, check, way, strategy, sizes) == [True, True]
 
 
 def adaptive_weight(model, loss, x, other, y):
@@ -169,20 +147,24 @@ def parameters_of(model):
     return [*getattr(model, "module", model).parameters()]
 
 
+WAYS = [keep_graph, forwards_then_backwards, three, one_for_two_forwards, accumulate, of_inputs]
+ASKED = [adaptive_weight, gradient_of_a_gradient, hessian_products]
+ASKED += [some_accumulate, penalty_of_inputs, after_a_failure]
+CASES = [*itertools.product(WAYS, STRATEGIES), *((way, "ddp") for way in ASKED)]
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(
-    "way",
-    [
-        adaptive_weight,
-        gradient_of_a_gradient,
-        hessian_products,
-        some_accumulate,
-        penalty_of_inputs,
-        after_a_failure,
-    ],
-)
-def test_gradients_that_are_asked_for_are_those_of_all_rows(way, sizes):
-    assert run_ranks(2, check, way, "ddp", sizes) == [True, True]
+@pytest.mark.parametrize(("way", "strategy"), CASES)
+@on_ranks(2)
+def test_each_backward_equals_the_plain_program(rank, way, strategy, sizes):
+    plain = build()
+    tensors = torch.randn(6, 4).double(), torch.randn(6, 4).double(), torch.randn(6, 5).double()
+    expected = way(plain, F.mse_loss, *tensors)
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
+    results = way(model, criterion, *(tensor.split(sizes)[rank] for tensor in tensors))
+    for result, value in zip(results or (), expected or (), strict=True):
+        assert_close(result, value, rtol=1e-10, atol=1e-12)
+    assert_same_gradients(whole_gradients(model.module), gradients(plain))
 
 
 @on_ranks(2)
@@ -272,13 +254,9 @@ def test_outputs_past_the_model_raise_an_error(rank):
     weighted_mean([F.cross_entropy(model(inputs)[0], targets)], [3]).backward()
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
+class Scaled(nn.PReLU):
     def forward(self, output, target):
-        return F.mse_loss(output * self.scale, target)
+        return F.mse_loss(output * self.weight, target)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -288,7 +266,7 @@ def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(ra
     model = parallelize(build(), None, ["cpu"], strategy=strategy)
     with pytest.raises(
         ValueError,
-        match=r"parameter of shape \(\) to train, whose gradient the ranks would not share",
+        match=r"parameter of shape \(1,\) to train, whose gradient the ranks would not share",
     ):
         DataParallelCriterion(Scaled().double())(model(inputs), targets)
     DataParallelCriterion(Scaled().double().requires_grad_(False))(

@@ -53,7 +53,7 @@ def assert_gradients(module, plain):
 
 @on_ranks(2)
 def test_a_penalty_with_a_backward_of_its_own_equals_the_plain_program(rank):
-    """Also in a hook of ``TrainStep``, and with a rank without rows, which counts as much as the other."""
+    """So does one in a hook of ``TrainStep``, and with a rank without rows, which counts as much as the other."""
     torch.set_default_dtype(torch.float64)
     for strategy in STRATEGIES:
         for sizes in ([3, 2], [5, 0], [0, 5]):
@@ -92,7 +92,7 @@ def test_a_penalty_of_gathered_parameters_counts_on_a_rank_without_rows(rank):
     loss = criterion(model(rows[0]), rows[1]) + model.module.embedding.square().sum()
     loss.backward()
     assert_gradients(model.module, plain)
-    for name, module in (("before", model.module), ("after", model.module.blocks[0])):
+    for name in ("before", "after"):
         model, criterion = parallelize(Net(), nn.MSELoss(), strategy="fsdp")
         module = model.module if name == "before" else model.module.blocks[0]
         early = sum(parameter.square().sum() for parameter in module.parameters())
@@ -104,7 +104,7 @@ def test_a_penalty_of_gathered_parameters_counts_on_a_rank_without_rows(rank):
         ):
             (loss + (early if name == "before" else late)).backward()
     module = Net()
-    _, criterion = model, criterion = parallelize(
+    model, criterion = parallelize(
         module,
         lambda output, target: (
             nn.functional.mse_loss(output, target) + module.blocks[0].weight.norm()
@@ -241,13 +241,8 @@ def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
             step = TrainStep(model, criterion, sgd(model), micro_batch_size=rows)
             optimizer = sgd(plain)
             torch.manual_seed(1)
-            for sizes in (
-                [1, 2],
-                [0, 3],
-                [4, 0],
-                [0, 2],
-                [2, 3],
-            ):  # A number needs rows on each rank once.
+            # A number needs rows on each rank once.
+            for sizes in ([1, 2], [0, 3], [4, 0], [0, 2], [2, 3]):
                 inputs, targets = torch.randn(sum(sizes), 4), torch.randn(sum(sizes), 1)
                 rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
                 expected = nn.functional.mse_loss(plain(inputs), targets)
@@ -343,10 +338,8 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
     step = TrainStep(model, criterion, sgd(model))
     with pytest.raises(RuntimeError, match="FSDP state has already been lazily initialized for 2"):
         step(inputs, inputs)
-    for index in (
-        0,
-        1,
-    ):  # a block, and a layer of the root, which has its parameters whole between two forwards
+    # The root has its parameters whole between two forwards, a block has not.
+    for index in (0, 1):
         torch.manual_seed(0)
         net = nn.Sequential(
             nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4)

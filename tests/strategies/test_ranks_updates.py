@@ -26,6 +26,7 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
+from balanced_parallel.runtime.collectives import gather_objects
 
 STRATEGIES = ["ddp", "fsdp"]
 
@@ -49,11 +50,8 @@ class Partly(nn.Module):
 def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program(rank, strategy):
     """Windows of different lengths on each rank, three in a row: one rank has no rows at all in the second."""
     torch.set_default_dtype(torch.float64)
-    windows = [
-        [[3, 1], [4]],
-        [[], [2, 2, 3]],
-        [[1], [1, 1]],
-    ]  # window -> rank -> rows of its micro-batches
+    # Each window has the rows of the micro-batches of each rank.
+    windows = [[[3, 1], [4]], [[], [2, 2, 3]], [[1], [1, 1]]]
     plain = Partly()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
     model, criterion = parallelize(Partly(), nn.CrossEntropyLoss(), strategy=strategy)
@@ -108,7 +106,9 @@ def test_zero_weight_on_all_ranks_skips_the_update(rank, strategy):
     assert not step.optimizer.state
 
 
-def check_half(rank, strategy):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradient_scaler_is_equal_on_all_ranks(rank, strategy):
     """One decision for all ranks to skip a step, and one scale, though only one rank overflows, or has rows at all."""
     model, criterion = parallelize(build_net(), nn.MSELoss(), precision="fp16", strategy=strategy)
     optimizer = sgd(model)
@@ -120,19 +120,11 @@ def check_half(rank, strategy):
     before = [whole(parameter).detach().clone() for parameter in model.parameters()]
     step(torch.randn(2, 4), torch.full((2, 5), torch.inf if rank == 0 else 1.0))
     assert scaler.get_scale() == scale / 2
-    assert all(
-        torch.equal(one, whole(other))
-        for one, other in zip(before, model.parameters(), strict=True)
-    )
+    assert all(map(torch.equal, before, map(whole, model.parameters())))
     step(torch.randn(2 * rank, 4), torch.rand(2 * rank, 5))
     after = [whole(parameter) for parameter in model.parameters()]
     assert not torch.equal(before[0], after[0])
-    return [scaler.get_scale(), after[0].sum().item()]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradient_scaler_is_equal_on_all_ranks(strategy):
-    first, second = run_ranks(2, check_half, strategy)
+    first, second = gather_objects([scaler.get_scale(), after[0].sum().item()])
     assert first == second
 
 

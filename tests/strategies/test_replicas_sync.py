@@ -30,12 +30,8 @@ def test_a_training_step_moves_only_the_batch_parameters_gradients_and_scalars()
         from_host, between = traffic(cluster, before)
         assert from_host == {("cpu", f"sim:{index}"): 500 * (32 * 4 + 8) for index in range(3)}
         scalars = 64
-        for source, target in (
-            (0, 1),
-            (1, 2),
-            (1, 0),
-            (2, 0),
-        ):  # parameters from device to device, gradients to the first
+        # Parameters go from device to device, gradients to the first.
+        for source, target in ((0, 1), (1, 2), (1, 0), (2, 0)):
             assert size <= between.pop((f"sim:{source}", f"sim:{target}")) <= size + scalars
         assert sum(between.values()) <= scalars
 
