@@ -82,9 +82,9 @@ class Case:
     ignored: float
     devices: int
     micro_batch_size: int | None
-    windows: list[list[int]]  # for each rank, the rows of what it adds, one after the other
-    whole: bool  # whether each rank passes all of its rows to step(...) instead
-    dropout: bool = False  # with random numbers that follow the rows
+    windows: list[list[int]]  # Each rank has a list: the rows of what it adds.
+    whole: bool  # True if each rank passes all of its rows to step(...) instead.
+    dropout: bool = False  # Random numbers follow the rows.
 
 
 @st.composite

@@ -89,7 +89,8 @@ def classes(page):
     return F.cross_entropy(page.net(page.inputs), page.targets)
 
 
-PROGRAMS = {  # of each section: the loss of the plain program, a function of the names of the page
+# Each section has the loss of the plain program, a function of the names of the page.
+PROGRAMS = {
     PAGE: {
         "The finished program": classes,
         "Several outputs, several losses": several_outputs,

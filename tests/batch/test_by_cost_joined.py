@@ -71,9 +71,7 @@ def gpt2(attention="sdpa"):
 
     net = make_model("gpt2").double()
     net.set_attn_implementation(attention)
-    net.config.use_cache = (
-        False  # with a cache, the mask of a packed row would be that of one long sample
-    )
+    net.config.use_cache = False  # The mask of a packed row would be that of one long sample.
     return net
 
 
@@ -86,7 +84,7 @@ def flatten(samples):
 def loss_of_tokens(output, labels):
     return F.cross_entropy(
         output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    )  # that of transformers is in float32
+    )  # The mean of transformers is in float32.
 
 
 def sample_by_sample(net, samples):

@@ -41,7 +41,7 @@ from balanced_parallel import (
 
 
 def test_a_collator_of_hugging_face(double):
-    import transformers  # not above, since ranks import this file
+    import transformers  # Ranks import this file without it.
     from helpers.trainers import make_model
 
     tokenizers = pytest.importorskip("tokenizers")
@@ -213,7 +213,7 @@ def test_a_run_goes_on_from_its_state(double):
     second.load_state_dict(first.state_dict())
     assert train(second, [batch[::-1] for batch in batches[2:]]) == pytest.approx(
         losses[2:], rel=1e-10
-    )  # in any order
+    )
 
 
 @pytest.mark.parametrize("settings", [SAMPLES, PADDED], ids=["samples", "padded"])

@@ -42,7 +42,7 @@ def test_a_criterion_of_two_models_is_that_of_the_whole_batch(rows):
     assert_close(loss, expected)
     loss.backward()
     assert_same_gradients(gradients(student), gradients(plain))
-    found = DataParallelCriterion(nn.MSELoss())(outputs)  # without targets
+    found = DataParallelCriterion(nn.MSELoss())(outputs)
     assert_close(found, F.mse_loss(plain(inputs), teacher(inputs)))
     first, second = outputs.unzip()
     assert_close(second.gather(), teacher(inputs))

@@ -186,24 +186,26 @@ def test_a_cost_out_of_range_is_named(cost: float) -> None:
             cut([3, cost])
 
 
-@given(
-    rows=st.integers(0, 400),
-    shares=st.integers(1, 9) | st.lists(st.floats(0.01, 5), min_size=1, max_size=6),
-    limit=st.none() | st.integers(1, 50),
-)
-def test_a_plan_of_equal_rows_has_each_row_once_in_as_few_micro_batches_as_possible(
-    rows, shares, limit
-):
-    devices = shares if isinstance(shares, int) else len(shares)
+COUNT, LIMIT = st.integers(1, 9), st.none() | st.integers(1, 50)
+
+
+@given(st.integers(0, 400), COUNT | st.lists(st.floats(0.01, 5), min_size=1, max_size=6), LIMIT)
+def test_a_plan_of_equal_rows_has_each_row_once_within_the_limit(rows, shares, limit):
     plan = equal_rows(rows, shares, limit)
-    assert [row for parts in plan for part in parts for row in part] == list(range(rows))
-    assert all(len(parts) == devices for parts in plan)
-    assert limit is None or all(len(part) <= limit for parts in plan for part in parts)
-    assert len(plan) >= (0 if not rows else 1 if limit is None else -(-rows // (limit * devices)))
-    if isinstance(shares, int) and rows:
-        sizes = [sum(map(len, parts)) for parts in plan]
-        assert max(sizes) - min(sizes) <= 1
-        assert len(plan) == (1 if limit is None else -(-rows // (limit * devices)))
+    parts = [part for parts in plan for part in parts]
+    devices = shares if isinstance(shares, int) else len(shares)
+    assert [row for part in parts for row in part] == list(range(rows))
+    assert {*map(len, plan)} <= {devices}
+    assert max(map(len, parts), default=0) <= (limit or rows)
+
+
+@given(st.integers(1, 400), COUNT, LIMIT)
+def test_a_plan_of_equal_devices_has_as_few_micro_batches_of_equal_size_as_possible(
+    rows, devices, limit
+):
+    sizes = [sum(map(len, parts)) for parts in equal_rows(rows, devices, limit)]
+    assert max(sizes) - min(sizes) <= 1
+    assert len(sizes) == (1 if limit is None else -(-rows // (limit * devices)))
 
 
 def test_targets_of_another_number_of_rows_are_named_with_all_rows():

@@ -15,7 +15,7 @@ from balanced_parallel import BalancedOptimizer, TrainStep, parallelize, simulat
 from balanced_parallel.savings import LinearCrossEntropy, checkpoint_activations
 
 CLASSES, TIME, WORDS = 4, 5, 20
-_pauses = random.Random(0)  # of the layout that runs
+_pauses = random.Random(0)  # The layout that runs seeds it.
 
 
 class Pause(torch.autograd.Function):
@@ -258,13 +258,13 @@ class Problem(NamedTuple):
     optimizer: str
     dtype: torch.dtype
     precision: str
-    rows: tuple[int, ...]  # of each update
+    rows: tuple[int, ...]  # One number for each update.
     micro_batch_size: int
     ignored: float  # the share of the labels that do not count
     without_labels: int  # an update in which no label counts, or -1
     max_grad_norm: float | None
     has_scheduler: bool
-    is_checkpointed: bool  # its activations are computed twice
+    is_checkpointed: bool  # Activations are computed twice.
     threads: int
     width: int
     pause: float = 0.002  # the longest one in a forward or a backward
@@ -275,12 +275,10 @@ class Layout(NamedTuple):
     """A way to run a problem. Its seed draws the times that devices wait, and the cuts."""
 
     seed: int = 0
-    in_turn: tuple[tuple[str, ...], ...] = (
-        ("cpu",),
-    )  # devices of one process, which may change after each update
+    in_turn: tuple[tuple[str, ...], ...] = (("cpu",),)  # Devices of one process, in each update.
     ranks: int = 1
     adds: bool = False  # rows come in several calls
-    shard: str = ""  # of a BalancedOptimizer; none if empty
+    shard: str = ""  # The setting of a BalancedOptimizer; empty without one.
 
 
 def draw_problem(seed, **changes):
@@ -337,37 +335,33 @@ def draw_problem(seed, **changes):
 def draw_layouts(problem, kind, count):
     """Returns layouts of a problem, of kind "replicas", "ranks" or "simulated". The first is one device."""
     numbers = random.Random(f"{problem.seed} {kind}")
-    name = "sim" if kind == "simulated" else "cpu"
-    most = 3 if kind == "simulated" else 4
-    shards = ["parameters"] if problem.optimizer == "Muon" else ["elements", "parameters"]
-    if problem.optimizer == "fused AdamW" or problem.dtype == torch.bfloat16:
-        shards = ["parameters"]
-
-    def devices():
-        size = numbers.randint(1, most)
-        return tuple(f"sim:{number}" if name == "sim" else "cpu" for number in range(size))
-
-    layouts = (
-        []
-        if kind == "ranks"
-        else [Layout(problem.seed, ((f"{name}:0" if name == "sim" else "cpu",),))]
-    )
-    while len(layouts) < count:
-        seed, shard = numbers.randrange(10**6), numbers.choice(["", *shards])
-        if kind == "ranks":
-            layouts.append(
-                Layout(
-                    seed,
-                    ranks=numbers.choice([2, 3]) if problem.threads == 1 else 2,
-                    shard="parameters" if shard else "",
-                )
-            )
-            continue
-        changes = numbers.random() < 0.3
-        in_turn = tuple(devices() for _ in range(3 if changes else 1))
-        adds = numbers.random() < 0.3 and problem.loss != "several"
-        layouts.append(Layout(seed, in_turn, adds=adds, shard=shard))
+    draw = draw_ranks if kind == "ranks" else draw_devices
+    layouts = [draw(problem, kind, numbers) for _ in range(count)]
+    if kind != "ranks":
+        layouts[0] = Layout(problem.seed, (names_of_devices(kind, 1),))
     return layouts
+
+
+def names_of_devices(kind, count):
+    return tuple(f"sim:{place}" if kind == "simulated" else "cpu" for place in range(count))
+
+
+def draw_ranks(problem, kind, numbers):
+    seed, shard = numbers.randrange(10**6), numbers.choice(["", "parameters"])
+    ranks = numbers.choice([2, 3]) if problem.threads == 1 else 2
+    return Layout(seed, ranks=ranks, shard=shard)
+
+
+def draw_devices(problem, kind, numbers):
+    """Returns devices of one process, which may change after each update."""
+    whole = problem.optimizer in ("Muon", "fused AdamW") or problem.dtype == torch.bfloat16
+    shards = ["", "parameters"] if whole else ["", "elements", "parameters"]
+    most = 3 if kind == "simulated" else 4
+    in_turn = tuple(
+        names_of_devices(kind, numbers.randint(1, most)) for _ in range(numbers.choice([1, 1, 3]))
+    )
+    adds = numbers.random() < 0.3 and problem.loss != "several"
+    return Layout(numbers.randrange(10**6), in_turn, adds=adds, shard=numbers.choice(shards))
 
 
 def make_net(problem):
@@ -505,7 +499,7 @@ def _train(rank, problem, layout, numbers):
         elif layout.adds:
             cuts = cut_groups(len(inputs), problem.micro_batch_size, numbers.randint(2, 3), numbers)
         found[f"loss {number}"] = run_update(step, inputs, targets, cuts)
-        # without a label nothing is updated, and the norm is that of the update before
+        # Nothing is updated where there is no label, and the norm is that of the update before.
         if step.grad_norm is not None and not found[f"loss {number}"].isnan():
             found[f"grad_norm {number}"] = step.grad_norm
     state = step.state_dict()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 PROCESSES = multiprocessing.get_context(
     "forkserver"
-)  # its server has run nothing: its copies have no threads and no devices
+)  # The server has run nothing: copies of it have no threads and no devices.
 PRELOADED = [
     "torch",
     "torch.distributed.optim",

@@ -177,7 +177,7 @@ def _reset():
 
     if dist.is_initialized():
         dist.group.WORLD.bound_device_id = (
-            None  # of a simulated device, for which groups of CPUs have no backend
+            None  # Groups of CPUs have no backend for a simulated device.
         )
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)

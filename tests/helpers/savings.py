@@ -11,7 +11,7 @@ from torch import nn
 
 from balanced_parallel import TrainStep, parallelize, simulate
 
-ROWS = [7, 1, 5]  # of each update; with one row, a replica and a rank have none
+ROWS = [7, 1, 5]  # One number for each update. A replica and a rank have none of the single row.
 WIDTH = 12
 
 

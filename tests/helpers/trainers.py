@@ -45,7 +45,8 @@ VISION = {
     "image_size": 8,
 }
 
-MODELS = {  # of each head: class, configuration, its targets
+# Each head has a class, a configuration and targets.
+MODELS = {
     "classes": ("BertForSequenceClassification", "BertConfig", {**SIZES, "num_labels": 3}, "class"),
     "classes of gpt2": (
         "GPT2ForSequenceClassification",
@@ -132,7 +133,9 @@ def make_rows(head, number):
                 "labels": draw(2, 1)[0]
             }
         elif kind == "answer":
-            inside = draw(2, 2).bool()  # or after the text, where they do not count
+            inside = draw(
+                2, 2
+            ).bool()  # Otherwise they are after the text, where they do not count.
             row |= dict(
                 zip(
                     ("start_positions", "end_positions"),

@@ -148,7 +148,7 @@ def test_the_cpu_needs_a_capacity():
     ):
         memory.fit(step, *words(6))
     assert step.micro_batch_size is None
-    report = memory.fit(step, *words(60), capacity="4MiB")  # of the CPU, with both replicas
+    report = memory.fit(step, *words(60), capacity="4MiB")  # Both replicas share the CPU.
     assert 1 < step.micro_batch_size < 30
     assert sum(report.allocated) <= 4 * 2**20
 

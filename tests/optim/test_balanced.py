@@ -262,7 +262,7 @@ def test_empty_parameter_lists_raise_an_error(devices):
                 DataParallelModel(build_net().to(devices[0]), devices), torch.optim.SGD, [], lr=0.1
             )
         frozen = DataParallelModel(build_net().to(devices[0]).requires_grad_(False), devices)
-        optimizer = BalancedOptimizer(frozen, torch.optim.SGD, lr=0.1)  # as torch's
+        optimizer = BalancedOptimizer(frozen, torch.optim.SGD, lr=0.1)
         before = values_of(frozen)
         frozen(torch.randn(4, 4))
         optimizer.step()

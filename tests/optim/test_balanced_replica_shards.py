@@ -225,7 +225,7 @@ READS = {
     ),
     "zeroed": lambda optimizer, weight: (
         optimizer.zero_grad()
-    ),  # which is refused between add() and apply()
+    ),  # It is refused between add() and apply().
 }
 
 
@@ -310,7 +310,7 @@ def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
         )
         scaler = (
             None if precision == "fp32" else torch.amp.GradScaler("sim", init_scale=2.0**8)
-        )  # without an overflow
+        )  # Nothing overflows.
         step = TrainStep(model, criterion, optimizer, precision=Precision(precision, scaler))
         generator = torch.Generator().manual_seed(0)
         for rows in (3, 9, 30, 90):

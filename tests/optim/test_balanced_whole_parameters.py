@@ -171,7 +171,9 @@ def check_ranks(rank, expected):
         model, criterion = parallelize(Mixed(), nn.MSELoss(), ["cpu"], strategy=strategy)
         optimizer, step = balanced(model, criterion, kind)
         check(model, optimizer, step, stages, slice(0, 7) if rank == 0 else slice(7, ROWS))
-        assert 0 < len(optimizer.state) < len(stages[0][1]["state"])  # its part alone
+        assert (
+            0 < len(optimizer.state) < len(stages[0][1]["state"])
+        )  # Each rank has its part alone.
 
 
 FEW = ["Muon", "schedule-free", "values when it is made"]

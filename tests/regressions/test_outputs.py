@@ -29,7 +29,7 @@ class TestListOutputs:
     def stacks(self):
         return Calls(
             lambda net, x: [net(x), net(x * 2), net(x * 3)]
-        )  # as many as there are devices
+        )  # There are as many as devices.
 
     @pytest.mark.parametrize("rows", [6, 7])
     def test_criterion_on_the_outputs_of_one_replica_raises_an_error(self, rows):

@@ -47,7 +47,7 @@ IN_FILES = {  # need CUDA, or a machine or a rank that ends: the files of torch 
     "Cannot re-initialize CUDA in forked subprocess": "cuda/__init__.py",
     "Connection closed by peer": "lib/libtorch_cpu.so",
 }
-OF_GPUS = {  # of CUDA and NCCL
+OF_GPUS = {
     "CUDA error: device-side assert triggered",
     "Watchdog caught collective operation timeout",
     "ncclRemoteError",

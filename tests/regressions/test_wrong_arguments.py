@@ -90,7 +90,7 @@ ERRORS = {
         criterion_on(CE)
     ),
     r"targets\[0\] is an array of shape \(7,\)": lambda: make_step()(INPUTS, TARGETS.numpy()),
-    # of torch
+    # Torch raises this one.
     r"no data! Please use torch\.nn\.Module\.to_empty\(\)": lambda: DataParallelModel(
         nn.Linear(4, 3, device="meta"), CPUS
     ),
@@ -356,7 +356,7 @@ class TestWrappers:
             model.encoder(INPUTS)
         assert not hasattr(
             DataParallelModel.__new__(DataParallelModel), "module"
-        )  # as where it is copied
+        )  # A copy begins like this.
 
     @pytest.mark.parametrize("way", ["model", "function"])
     def test_compiled_wrapper_on_several_devices(self, way):

@@ -113,7 +113,7 @@ def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(doub
     with simulate(3):
         model = DataParallelModel(net.to("sim:0"))
         found = everything(lambda x: gather(model(x)), list(net.parameters()))
-        # What is asked for by name is not kept back.
+        # Gradients that are asked for by name are not kept back.
         with model.no_sync():
             asked = torch.autograd.grad(gather(model(x)).sum(), list(net.parameters())[:1])
         torch.testing.assert_close(asked[0].cpu(), expected[-2])

@@ -148,7 +148,7 @@ def test_sums_run_on_side_streams(small_buckets, monkeypatch, balanced):
 
         def watched(*args):
             streams.append(current_streams())
-            # What the bucket before it used was let go.
+            # The memory of the bucket before it was let go.
             assert not model.replicas.gradients.side._pending
             collective(*args)
 

@@ -218,7 +218,7 @@ def draw_in_updates(rank, strategy):
         step.model.module.masks.clear()
         for rows in parts:  # the second update has no rows on rank 1
             step(rows, rows)
-        if strategy == "ddp":  # of shards, other ranks would wait for it
+        if strategy == "ddp":  # Other ranks would wait for it if they had shards.
             step.add(parts[0], parts[0])
             if rank == 0:
                 with pytest.raises(ValueError, match="nan"):
@@ -258,7 +258,7 @@ def test_saved_generators_draw_the_same_again_and_new_seeds_are_different():
             draws, [torch.rand(4, device=device).cpu() for device in (*devices, "cpu")]
         )
         seen = draws[:2]
-        for first in (0, 2):  # of two ranks with two devices each
+        for first in (0, 2):  # Two ranks have two devices each.
             seed_anew(states["cpu"], devices, first)
             seen += [torch.rand(4, device=device).cpu() for device in devices]
             assert torch.equal(torch.rand(4), draws[3])

@@ -236,9 +236,7 @@ def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch, follows):
 
 
 def test_devices_whose_generators_torch_does_not_give_are_refused(monkeypatch):
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda device: types.SimpleNamespace()
-    )  # as torch.mps
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
     update = UpdateRandom(1)
     with (
         pytest.raises(

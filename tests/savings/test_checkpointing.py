@@ -380,7 +380,7 @@ def test_generation_has_its_cache():
     expected = net.generate(BATCH["input_ids"], max_new_tokens=4, do_sample=False)
     savings.checkpoint_activations(net)
     assert net.generate(BATCH["input_ids"], max_new_tokens=4, do_sample=False).equal(expected)
-    assert net(**BATCH, use_cache=True).past_key_values.get_seq_length() == 12  # also with a graph
+    assert net(**BATCH, use_cache=True).past_key_values.get_seq_length() == 12
 
 
 def test_a_cache_with_earlier_tokens_is_refused():

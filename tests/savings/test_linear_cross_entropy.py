@@ -66,7 +66,7 @@ def batch(ignored_rows=3):
     targets[:ignored_rows], targets[-1, 2:] = (
         -100,
         -100,
-    )  # with two replicas almost all of the first shard
+    )  # Almost all of the first of two shards are ignored.
     return tokens, targets
 
 
@@ -149,7 +149,7 @@ def test_simulated_devices_never_have_the_logits_of_all_rows(precision):
             )
             with (
                 contextlib.nullcontext() if precision == "fp16" else cluster.forbidding_waits()
-            ):  # its scaler waits
+            ):  # The scaler waits.
                 loss = step(inputs, targets)
             losses.append(loss.cpu())
         peaks.append(max(cluster.peak))

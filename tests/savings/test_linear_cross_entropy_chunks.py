@@ -186,7 +186,7 @@ def test_logits_of_all_rows_never_exist(monkeypatch):
     assert peaks[1] <= 1.1 * (
         size / 16 + weight.nbytes + hidden.nbytes
     )  # one chunk and the gradients
-    assert peaks[2] <= 1.1 * size / 16  # without a graph, one chunk
+    assert peaks[2] <= 1.1 * size / 16  # One chunk is there without a graph.
 
 
 def test_ignored_rows_may_be_nan():

@@ -52,9 +52,7 @@ def llama(**settings):
 
 def phi(**settings):
     sizes = {**SIZES, "num_key_value_heads": 2}
-    return build(
-        transformers.PhiConfig(**sizes | settings), transformers.PhiForCausalLM
-    )  # with a bias
+    return build(transformers.PhiConfig(**sizes | settings), transformers.PhiForCausalLM)
 
 
 def build(config, kind):
@@ -74,10 +72,7 @@ def batch(rows=5, positions=9):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, WORDS, (rows, positions), generator=generator)
     labels = tokens.clone()
-    labels[:3, 1:], labels[-1, 4:] = (
-        -100,
-        -100,
-    )  # with two replicas no label of the first shard counts
+    labels[:3, 1:], labels[-1, 4:] = (-100, -100)  # No label of the first of two shards counts.
     return tokens, labels
 
 

@@ -90,7 +90,7 @@ def test_activations_are_copied_once_and_parameters_never():
             loss.sum().backward()
         total = cluster.moved - before
         # The input, the three pieces of one storage, and the first product.
-        for moved in (forward, total):  # with some bytes of the replicas, which compare checksums
+        for moved in (forward, total):  # Replicas compare checksums, which takes some bytes.
             assert [round(moved[f"sim:{index}", "cpu"] / MIB, 3) for index in range(2)] == [5, 5]
         # The input of the replica comes from the host. The backward brings back what has left the device.
         assert forward["cpu", "sim:1"] == MIB

@@ -221,7 +221,7 @@ def test_plan_is_printed_without_training_also_where_the_script_is_copied(tmp_pa
     assert "rows per update on 2 x sim with 3.00 MiB" in done.stdout
     assert done.stdout.startswith("fits: yes, ")
     assert not (tmp_path / "nothing").exists()
-    (tmp_path / "comparison.py").unlink()  # for --simulate alone
+    (tmp_path / "comparison.py").unlink()  # Only --simulate needs it.
     done = run_script(
         tmp_path / "train.py", "--task", "digits", "--steps", 2, "--out", tmp_path / "out"
     )

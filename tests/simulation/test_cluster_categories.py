@@ -35,7 +35,7 @@ def test_categories_of_the_peak_add_up_to_it():
         assert parts["gradients"] == size
         assert (
             2 * size <= parts["optimizer state"] <= 2 * size + 4 * 512
-        )  # and a step count per parameter
+        )  # Each parameter has a step count.
         adam_step(cluster, net, rows=8192)
         parts = cluster.categories(0)  # now the peak is in the backward
         assert parts["activations"] >= 8192 * 1024 * 4

@@ -134,6 +134,12 @@ def train(program, models, loss, batches):
     return results
 
 
+def wrapped(models, strategy):
+    if isinstance(models, list):
+        return [wrapped(model, strategy) for model in models]
+    return parallelize(models, None, ["cpu"], strategy=strategy)
+
+
 @pytest.mark.parametrize("sizes", [[[2, 2], [1, 0], [2, 1]], [[0, 2], [2, 2]]], ids=str)
 @pytest.mark.parametrize(
     ("program", "strategy"),
@@ -143,20 +149,13 @@ def train(program, models, loss, batches):
 def test_models_of_one_loss_with_a_rank_without_rows_equal_the_plain_program(
     rank, program, strategy, sizes
 ):
-    def wrapped(models):
-        if isinstance(models, list):
-            return [wrapped(model) for model in models]
-        return parallelize(models, None, ["cpu"], strategy=strategy)
-
     batches = [torch.randn(2, sum(each), 4).double().unbind() for each in sizes]
     for _, y in batches:
         y[:, 0] = torch.arange(len(y)) == 0
     expected = train(program, PROGRAMS[program](), F.mse_loss, batches)
-    models = [wrapped(each) for each in PROGRAMS[program]()]
-    parts = [
-        [tensor.split(each)[rank] for tensor in batch]
-        for batch, each in zip(batches, sizes, strict=True)
-    ]
+    models = [wrapped(each, strategy) for each in PROGRAMS[program]()]
+    cuts = zip(batches, sizes, strict=True)
+    parts = [[tensor.split(each)[rank] for tensor in batch] for batch, each in cuts]
     results = train(program, models, DataParallelCriterion(nn.MSELoss()), parts)
     for result, value in zip(results, expected, strict=True):
         if value is None or result is None:

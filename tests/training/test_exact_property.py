@@ -90,7 +90,7 @@ def test_many_layouts_have_the_same_bits(seeds):
 def test_simulated_devices_have_the_same_bits_among_each_other(seeds):
     failures = []
     for problem in draw_problems(seeds):
-        # Its parameters move with the last output, and a state would stay behind.
+        # The parameters move with the last output, and a state would stay behind.
         if problem.loss == "uncertainty":
             problem = problem._replace(optimizer="SGD")
         first, *others = draw_layouts(problem, "simulated", 3 if len(seeds) < 20 else 5)
