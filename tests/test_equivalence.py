@@ -37,7 +37,9 @@ ROWS = [1, 2, 7, 9, 12]
 @pytest.mark.parametrize("name", LOSSES)
 def test_three_replicas_equal_the_plain_program(name, rows):
     make_criterion, kind = LOSSES[name]
-    module, criterion, inputs = OnTop(name), make_criterion(), torch.randn(rows, 4)
+    module = OnTop(name)
+    criterion = make_criterion()
+    inputs = torch.randn(rows, 4)
     for ignored in (
         [0, rows // 2, -(-rows // 3), rows] if kind == "classes" else [0]
     ):  # among them a whole shard, and all
@@ -53,7 +55,9 @@ CUTS = list(itertools.product(ROWS, [None, 1, 2]))
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_equal_the_plain_program(name, rows, micro_batch_size):
     make_criterion, kind = LOSSES[name]
-    module, criterion, inputs = OnTop(name), make_criterion(), torch.randn(rows, 4)
+    module = OnTop(name)
+    criterion = make_criterion()
+    inputs = torch.randn(rows, 4)
     targets = make_targets(kind, rows, rows // 2)
     loss, expected = plain_program(module, criterion, inputs, targets)
     parameters = [
@@ -112,12 +116,15 @@ def check_case(rank, case):
     rows = sum(map(sum, case.windows))
     inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
     targets = make_targets(kind, rows, int(case.ignored * rows))
-    plain, module = OnTop(case.loss, case.body), OnTop(case.loss, case.body)
-    plain_criterion, criterion = make_criterion(), make_criterion()
+    plain = OnTop(case.loss, case.body)
+    module = OnTop(case.loss, case.body)
+    plain_criterion = make_criterion()
+    criterion = make_criterion()
     if not case.dropout:
         loss, expected = plain_program(plain, plain_criterion, inputs, targets)
     else:
-        plain, module = Dropping(plain), Dropping(module)
+        plain = Dropping(plain)
+        module = Dropping(module)
         seed = int(
             torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(7))
         )

@@ -58,7 +58,8 @@ def make_update(model, criterion, micro_batches):
     optimizer = sgd(model)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=1.0)
     rows = 2 * micro_batches * len(model.devices)
-    inputs, targets = torch.randn(rows, 4), torch.randint(5, (rows,))
+    inputs = torch.randn(rows, 4)
+    targets = torch.randint(5, (rows,))
     return lambda: step(inputs, targets)
 
 

@@ -70,7 +70,8 @@ def defined_names(source):
 
 def imported_names(tree):
     """Returns the names that stand for torch or a part of it, and the private names that are imported from there."""
-    private, torch_names = set(), {"torch"}
+    private = set()
+    torch_names = {"torch"}
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     for node in imports:
         module = (getattr(node, "module", None) or "").split(".")
@@ -96,7 +97,8 @@ def private_names(source, defined):
 
     A name of torch may be an attribute of ``self`` if the same source defines it.
     """
-    tree, here = ast.parse(source), defined_names(source)
+    tree = ast.parse(source)
+    here = defined_names(source)
     torch_names, names = imported_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_private(node.attr):

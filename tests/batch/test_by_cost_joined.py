@@ -51,7 +51,8 @@ def assert_equal(loss, net, expected):
 
 
 def make_step(net, cut, criterion=None, devices=("cpu",) * 3, lr=0.0, **settings):
-    model, optimizer = (DataParallelModel(net, list(devices)), sgd(net, lr=lr))
+    model = DataParallelModel(net, list(devices))
+    optimizer = sgd(net, lr=lr)
     return TrainStep(
         model,
         criterion or DataParallelCriterion(nn.CrossEntropyLoss()),
@@ -103,7 +104,8 @@ def sample_by_sample(net, samples):
 @pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
 @pytest.mark.parametrize("limit", [slow(None), 12])
 def test_packed_rows_of_transformers(attention, devices, limit):
-    net, samples = gpt2(attention), make_samples()
+    net = gpt2(attention)
+    samples = make_samples()
     expected = sample_by_sample(net, samples)
     cut = ByCost(tokens_of, collate=flatten, combine=sum, limit=limit)
     step = make_step(net, cut, DataParallelCriterion(loss_of_tokens), ["cpu"] * devices)
@@ -122,7 +124,8 @@ def test_packed_rows_of_transformers(attention, devices, limit):
 
 
 def test_packed_rows_of_a_model_that_computes_its_loss():
-    net, samples = gpt2(), make_samples()
+    net = gpt2()
+    samples = make_samples()
     expected = sample_by_sample(net, samples)
     savings.replace_lm_head(net)
     criterion = DataParallelCriterion(
@@ -142,11 +145,9 @@ class Packed(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
         torch.manual_seed(1)
-        self.words, self.tags, self.dropout = (
-            nn.Embedding(WORDS, 8),
-            nn.Linear(16, TAGS),
-            nn.Dropout(dropout),
-        )
+        self.words = nn.Embedding(WORDS, 8)
+        self.tags = nn.Linear(16, TAGS)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, words, places):
         states = self.dropout(self.words(words))  # 1 x words x 8
@@ -180,7 +181,8 @@ def packed_program(samples, net=None):
 
 
 def test_windows_and_ranges_of_costs():
-    net, samples = Packed().double(), make_samples()
+    net = Packed().double()
+    samples = make_samples()
     step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum, limit=12))
     for part in (samples[:7], [], samples[7:8], samples[8:]):
         step.add(part)
@@ -199,7 +201,8 @@ class Normed(Packed):
 
 
 def test_no_samples_in_one_process_change_nothing():
-    net, samples = Normed().double(), make_samples()
+    net = Normed().double()
+    samples = make_samples()
     plain = copy.deepcopy(net)
     plain(**join(samples)[0])
     step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum), devices=["cpu"])
@@ -249,7 +252,8 @@ def loss_of_flat_tags(output, tags):
 
 @pytest.mark.parametrize("collate", [flat_tags, marked_inputs])
 def test_tags_may_be_flat_and_only_the_inputs_marked(collate):
-    net, samples = Packed().double(), make_samples()
+    net = Packed().double()
+    samples = make_samples()
     criterion = DataParallelCriterion(
         loss_of_flat_tags, weight=lambda output, tags: (tags != -100).sum()
     )
@@ -258,7 +262,8 @@ def test_tags_may_be_flat_and_only_the_inputs_marked(collate):
 
 
 def test_rows_that_were_packed_before_run_one_by_one():
-    net, samples = Packed().double(), make_samples()
+    net = Packed().double()
+    samples = make_samples()
     rows = [whole(samples[start : start + 3]) for start in range(0, len(samples), 3)]
     cut = ByCost(lambda row: row.value[1].numel(), collate=lambda rows: rows[0])
     assert_equal(make_step(net, cut, micro_batch_size=1)(rows), net, packed_program(samples))
@@ -328,7 +333,9 @@ def train_on_ranks(rank, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 def test_ranks_join_their_own_samples(strategy):
-    samples, net, expected = make_samples(), Packed().double(), []
+    samples = make_samples()
+    net = Packed().double()
+    expected = []
     for batch in (samples[:2], samples, samples[2:5]):
         loss, updates = packed_program(batch, net)
         expected.append(loss)
@@ -407,7 +414,9 @@ class GraphNet(nn.Module):
         from torch_geometric.nn import GCNConv
 
         torch.manual_seed(1)
-        self.pools, self.first, self.second = pools, GCNConv(3, 8), GCNConv(8, TAGS)
+        self.pools = pools
+        self.first = GCNConv(3, 8)
+        self.second = GCNConv(8, TAGS)
 
     def forward(self, graphs):
         from torch_geometric.nn import global_mean_pool
@@ -452,7 +461,9 @@ LOSSES = {
 @pytest.mark.parametrize("limit", [14, slow(None)])
 def test_graphs_of_torch_geometric(double, pools, name, limit):
     pytest.importorskip("torch_geometric")
-    net, graphs, loss = GraphNet(pools), make_graphs(pools), LOSSES[name]
+    net = GraphNet(pools)
+    graphs = make_graphs(pools)
+    loss = LOSSES[name]
     batch = batch_graphs(graphs).value[0]
     plain = copy.deepcopy(net)
     expected = loss(plain(batch), batch.y)

@@ -57,7 +57,8 @@ def test_a_collator_of_hugging_face(double):
         }
         for n in (3, 16, 5, 2, 9, 4, 4)
     ]
-    net, plain = make_model("tags").double(), make_model("tags").double()
+    net = make_model("tags").double()
+    plain = make_model("tags").double()
     expected = plain(**collate(samples))
     expected.loss.backward()
     criterion = DataParallelCriterion(
@@ -145,7 +146,8 @@ def test_the_devices_of_a_micro_batch_have_neighbours_in_the_order_of_costs():
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_fewer_rows_than_devices(double, rows):
-    samples, net = make_samples([4, 9, 2][:rows]), build()
+    samples = make_samples([4, 9, 2][:rows])
+    net = build()
     loss, outputs = make_step(net, ["cpu"] * 4, **SAMPLES)(samples, return_outputs=True)
     assert_as_plain(loss, net, samples)
     assert len(outputs) == rows
@@ -159,7 +161,8 @@ def test_a_cut_is_a_setting_and_keeps_no_sample():
 
 
 def test_a_mapping_with_labels_is_for_a_model_that_computes_its_loss(double):
-    samples, net = make_samples(), build(OwnLoss)
+    samples = make_samples()
+    net = build(OwnLoss)
     criterion = DataParallelCriterion(
         lambda output, labels: output["loss"], weight=lambda output, labels: (labels != -100).sum()
     )
@@ -183,7 +186,8 @@ class Flat(Transformer):
 
 
 def test_targets_of_words_may_be_flat(double):
-    samples, net = make_samples(), build(Flat)
+    samples = make_samples()
+    net = build(Flat)
     assert_as_plain(
         make_step(net, cost=length_of, collate=flat_pad, micro_batch_size=2)(samples), net, samples
     )
@@ -192,7 +196,8 @@ def test_targets_of_words_may_be_flat(double):
 def test_a_criterion_takes_gathered_outputs_alone(double):
     samples = make_samples()
     loss, outputs = make_step(build(), **SAMPLES)(samples, return_outputs=True)
-    criterion, tags = DataParallelCriterion(nn.CrossEntropyLoss()), pad(samples)[1]
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    tags = pad(samples)[1]
     assert_equal(criterion([outputs.gather()], tags), loss)
     for given in (outputs, (outputs, outputs)):
         with pytest.raises(
@@ -250,7 +255,8 @@ def test_auto_halves_the_cost(double, caplog):
 
 
 def test_bad_costs_and_collates_are_one_clear_error():
-    samples, net = make_samples(), build()
+    samples = make_samples()
+    net = build()
 
     def refuses(message, batch=None, **settings):
         with pytest.raises((ValueError, TypeError), match=message):
@@ -344,18 +350,14 @@ COUPLED = [(contrast, True), (AdditiveLoss(correlation_statistics, correlation_l
 @pytest.mark.parametrize(("loss", "whole"), COUPLED, ids=["whole", "sums"])
 @pytest.mark.parametrize("limit", [{}, {"limit": 10}])
 def test_losses_that_couple_rows(double, loss, whole, limit):
-    samples, net, plain_net = (
-        [(torch.randn(4), row % TAGS) for row in range(11)],
-        build_net(),
-        build_net(),
-    )
+    samples = [(torch.randn(4), row % TAGS) for row in range(11)]
+    net = build_net()
+    plain_net = build_net()
     inputs, labels = default_collate(samples)
     expected = loss(plain_net(inputs), labels)
     expected.backward()
-    criterion, settings = (
-        DataParallelCriterion(loss, whole=whole),
-        {"cost": lambda sample: 1.0 + sample[1], **limit},
-    )
+    criterion = DataParallelCriterion(loss, whole=whole)
+    settings = {"cost": lambda sample: 1.0 + sample[1], **limit}
     step = make_step(net, criterion=criterion, collate=default_collate, **settings)
     assert_equal(step(samples), expected.detach())
     assert_same_gradients(gradients(net), gradients(plain_net))
@@ -374,7 +376,8 @@ def train_on_ranks(rank, strategy, settings, parts):
         step([] if rank else samples[:2])  # a rank that has had no sample yet
         step.add(own(samples, rank))
         step.add([])
-        loss, outputs = step.apply(), None
+        loss = step.apply()
+        outputs = None
     else:
         loss, outputs = step(own(samples, rank), return_outputs=True)
         outputs = outputs.gather()
@@ -395,7 +398,8 @@ def train_on_ranks(rank, strategy, settings, parts):
     ("settings", "parts"), [slow({"limit": 30}, False), ({"micro_batch_size": 2}, True)]
 )
 def test_ranks_cut_their_own_samples(strategy, settings, parts):
-    samples, net = make_samples(), build().double()
+    samples = make_samples()
+    net = build().double()
     optimizer = sgd(net, lr=1.0)
     for batch in (samples[:2], samples) if parts else (samples, samples[:2]):
         if batch is samples:

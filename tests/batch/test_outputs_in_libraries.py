@@ -23,7 +23,8 @@ from balanced_parallel import (
     parallelize,
 )
 
-INPUTS, TARGETS = torch.arange(20.0).view(5, 4), torch.tensor([0, 1, 2, 0, -100])
+INPUTS = torch.arange(20.0).view(5, 4)
+TARGETS = torch.tensor([0, 1, 2, 0, -100])
 COPIES = {
     "accelerate": lambda outputs: send_to_device(outputs, "cpu"),
     "Fabric": lambda outputs: apply_to_collection(outputs, torch.Tensor, torch.Tensor.float),

@@ -20,10 +20,8 @@ def distilled(output, expected, labels):
 def problem(rows=5):
     torch.manual_seed(0)
     student, teacher = (nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
-    inputs, labels = (
-        torch.randn(rows, 4, dtype=torch.float64),
-        torch.tensor([0, 1, -100, 2, 1])[:rows],
-    )
+    inputs = torch.randn(rows, 4, dtype=torch.float64)
+    labels = torch.tensor([0, 1, -100, 2, 1])[:rows]
     return student, teacher.requires_grad_(False), inputs, labels
 
 

@@ -26,13 +26,13 @@ from balanced_parallel.batch.plan import cut_by_cost, cut_to_budget, equal_rows
     "split", [[0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 2, 3], [3, 0.5, 1], "memory"]
 )
 def test_every_split_equals_the_plain_program(double, split):
-    net, x, target = build_net(), torch.randn(13, 4), torch.randint(5, (13,))
+    net = build_net()
+    x = torch.randn(13, 4)
+    target = torch.randint(5, (13,))
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     with simulate(3, memory=["1MiB", "2MiB", "3MiB"]):
-        model, criterion = (
-            DataParallelModel(net.to("sim:0"), split=split),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DataParallelModel(net.to("sim:0"), split=split)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         step = TrainStep(model, criterion, sgd(net, lr=0.0), micro_batch_size=3)
         for run in (
             lambda: criterion(model(x), target),
@@ -110,7 +110,8 @@ def test_largest_cost_is_that_of_the_best_partition(
 ) -> None:
     numbers = random.Random(0)
     for _ in range(60):
-        rows, shards = numbers.randint(1, 7), numbers.randint(1, 4)
+        rows = numbers.randint(1, 7)
+        shards = numbers.randint(1, 4)
         costs = [DRAWS[draw](numbers) for _ in range(rows)]
         cut = cut_by_cost(costs, shards, combine)
         assert sorted(row for run in cut for row in run) == list(range(rows))
@@ -186,7 +187,8 @@ def test_a_cost_out_of_range_is_named(cost: float) -> None:
             cut([3, cost])
 
 
-COUNT, LIMIT = st.integers(1, 9), st.none() | st.integers(1, 50)
+COUNT = st.integers(1, 9)
+LIMIT = st.none() | st.integers(1, 50)
 
 
 @given(st.integers(0, 400), COUNT | st.lists(st.floats(0.01, 5), min_size=1, max_size=6), LIMIT)

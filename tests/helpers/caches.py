@@ -14,7 +14,9 @@ class Rotary(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.length, self.cached = nn.Linear(4, 4), None, None
+        self.linear = nn.Linear(4, 4)
+        self.length = None
+        self.cached = None
 
     def forward(self, x):
         if x.shape[1] != self.length:
@@ -44,7 +46,8 @@ class Learned(Rotary):
 
     def __init__(self):
         super().__init__()
-        self.scale, self.last = torch.ones(4, requires_grad=True), None
+        self.scale = torch.ones(4, requires_grad=True)
+        self.last = None
 
     def forward(self, x):
         self.last = self.linear(x) * self.scale
@@ -75,8 +78,7 @@ def check_caches(
         model = DataParallelModel(net)
         with surround(model):
             outputs = [gather(model(x)) for x in batches]
-            for output, wanted in zip(outputs, expected, strict=True):
-                assert_equal(output.cpu(), wanted)
+            assert_equal([output.cpu() for output in outputs], expected)
             sum(output.square().sum() for output in outputs).backward()
         assert_same_gradients(gradients(net), gradients(plain))
         if kind is Learned:

@@ -15,7 +15,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(13, 17), nn.Linear(17, 5)
+        self.first = nn.Linear(13, 17)
+        self.last = nn.Linear(17, 5)
         self.register_buffer("total", torch.zeros(()))
 
     def forward(self, inputs):
@@ -40,7 +41,8 @@ def batches(rows=ROWS):
 
 def plain_run(rows=ROWS, lr=0.1):
     """Returns the losses of the plain program, and its module."""
-    net, losses = build(), []
+    net = build()
+    losses = []
     optimizer = sgd(net, lr=lr)
     for inputs, targets in batches(rows):
         optimizer.zero_grad()

@@ -22,7 +22,8 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.left, self.right = build_net(), build_net()
+        self.left = build_net()
+        self.right = build_net()
         self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, inputs):

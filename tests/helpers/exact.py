@@ -49,12 +49,11 @@ class Perceptron(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.first, self.middle, self.last = (
-            nn.Linear(12, width),
-            nn.Linear(width, width),
-            nn.Linear(width, CLASSES),
-        )
-        self.drop, self.path = nn.Dropout(0.3), DropPath()
+        self.first = nn.Linear(12, width)
+        self.middle = nn.Linear(width, width)
+        self.last = nn.Linear(width, CLASSES)
+        self.drop = nn.Dropout(0.3)
+        self.path = DropPath()
 
     def forward(self, x):
         x = self.drop(self.first(x).tanh())
@@ -66,8 +65,10 @@ class Conv(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.first, self.norm = nn.Conv2d(2, width, 3, padding=1), nn.GroupNorm(2, width)
-        self.second, self.head = nn.Conv2d(width, width, 3, stride=2), nn.Linear(width, CLASSES)
+        self.first = nn.Conv2d(2, width, 3, padding=1)
+        self.norm = nn.GroupNorm(2, width)
+        self.second = nn.Conv2d(width, width, 3, stride=2)
+        self.head = nn.Linear(width, CLASSES)
         self.fixed = nn.BatchNorm2d(width).eval()
 
     def train(self, mode=True):
@@ -88,7 +89,8 @@ class Attention(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS, bias=False)
+        self.words = nn.Embedding(WORDS, width)
+        self.head = nn.Linear(width, WORDS, bias=False)
         self.block = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.1, batch_first=True)
         self.head.weight = self.words.weight
 
@@ -101,11 +103,10 @@ class Bag(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.words, self.bag = (
-            nn.Embedding(WORDS, width, padding_idx=0),
-            nn.EmbeddingBag(WORDS, width, mode="mean"),
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES * TIME)
+        self.words = nn.Embedding(WORDS, width, padding_idx=0)
+        self.bag = nn.EmbeddingBag(WORDS, width, mode="mean")
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, CLASSES * TIME)
 
     def forward(self, words):
         x = F.dropout(self.words(words).sum(1), 0.2, self.training) + self.bag(words)
@@ -139,15 +140,11 @@ class Sometimes(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.first, self.last, self.never = (
-            nn.Linear(12, width),
-            nn.Linear(width, CLASSES),
-            nn.Linear(3, 3),
-        )
-        self.seldom, self.frozen = (
-            nn.Linear(12, CLASSES),
-            nn.Linear(width, width).requires_grad_(False),
-        )
+        self.first = nn.Linear(12, width)
+        self.last = nn.Linear(width, CLASSES)
+        self.never = nn.Linear(3, 3)
+        self.seldom = nn.Linear(12, CLASSES)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
 
     def forward(self, x):
         y = self.last(self.frozen(F.dropout(self.first(x).tanh(), 0.2, self.training)))
@@ -284,7 +281,8 @@ class Layout(NamedTuple):
 def draw_problem(seed, **changes):
     """Returns a problem, the same for the same seed."""
     numbers = random.Random(seed)
-    net, loss = numbers.choice([*NETS]), numbers.choice([*LOSSES])
+    net = numbers.choice([*NETS])
+    loss = numbers.choice([*LOSSES])
     if loss == "head" and NETS[net].kind == "words":
         loss = "cross entropy"
     dtype, precision = numbers.choices(
@@ -300,10 +298,8 @@ def draw_problem(seed, **changes):
     if NETS[net] is Recurrent and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         precision = "fp32"  # oneDNN has no LSTM in bfloat16 for processors without AVX-512.
     if dtype == torch.bfloat16:
-        net, optimizer = (
-            numbers.choice(["Perceptron", "Bag"]),
-            numbers.choice(["SGD", "momentum", "AdamW"]),
-        )
+        net = numbers.choice(["Perceptron", "Bag"])
+        optimizer = numbers.choice(["SGD", "momentum", "AdamW"])
         loss = numbers.choice(["cross entropy", "sum"])
     threads = numbers.choices([1, 2], [9, 1])[0]
     rows = tuple(numbers.choice([1, 2, 3, 5, 8, 11, 13, 17]) for _ in range(3))
@@ -311,7 +307,8 @@ def draw_problem(seed, **changes):
     if threads > 1:  # these kernels round in another way with other numbers of threads
         net = numbers.choice(["Conv", "Attention", "Bag"])
         loss = "cross entropy" if loss == "head" else loss
-        rows, size = tuple(8 * count for count in rows), 8 * size
+        rows = tuple(8 * count for count in rows)
+        size = 8 * size
     problem = Problem(
         seed=seed,
         net=net,
@@ -347,7 +344,8 @@ def names_of_devices(kind, count):
 
 
 def draw_ranks(problem, kind, numbers):
-    seed, shard = numbers.randrange(10**6), numbers.choice(["", "parameters"])
+    seed = numbers.randrange(10**6)
+    shard = numbers.choice(["", "parameters"])
     ranks = numbers.choice([2, 3]) if problem.threads == 1 else 2
     return Layout(seed, ranks=ranks, shard=shard)
 
@@ -487,7 +485,8 @@ def _train(rank, problem, layout, numbers):
         if present != devices:
             before = None if step is None else step.state_dict()
             state = torch.get_rng_state()
-            step, devices = make_step(problem, present, layout.shard), present
+            step = make_step(problem, present, layout.shard)
+            devices = present
             torch.set_rng_state(state)
             if before is not None:
                 step.load_state_dict(before)

@@ -163,7 +163,8 @@ def build_conv():
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lstm, self.output = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, CLASSES)
+        self.lstm = nn.LSTM(2, 3, batch_first=True)
+        self.output = nn.Linear(3, CLASSES)
 
     def forward(self, inputs):
         return self.output(self.lstm(inputs.unflatten(1, (2, 2)))[0][:, -1])
@@ -184,7 +185,9 @@ class Sometimes(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net, self.never, self.sometimes = build_net(), nn.Linear(2, 2), nn.Linear(4, CLASSES)
+        self.net = build_net()
+        self.never = nn.Linear(2, 2)
+        self.sometimes = nn.Linear(4, CLASSES)
 
     def forward(self, inputs):
         outputs = self.net(inputs)

@@ -68,7 +68,8 @@ def on_ranks(world_size, **settings):
             ranks = world_size(*values) if callable(world_size) else world_size
             run_ranks(ranks, Check(check.__module__, check.__name__), *values, **settings)
 
-        test.check, test.__signature__ = check, inspect.Signature(parameters)
+        test.check = check
+        test.__signature__ = inspect.Signature(parameters)
         return test
 
     return decorate

@@ -11,7 +11,8 @@ def outputs_of(model, x):
 
 def settled(net, rows=6):
     """A model that has run once, and its batch."""
-    model, x = DataParallelModel(net.to("sim:0")), torch.randn(rows, 4)
+    model = DataParallelModel(net.to("sim:0"))
+    x = torch.randn(rows, 4)
     model(x)
     return model, x
 

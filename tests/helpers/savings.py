@@ -20,12 +20,11 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.norm = (
-            nn.Linear(WIDTH, 24),
-            nn.Linear(24, WIDTH),
-            nn.LayerNorm(24),
-        )
-        self.activation, self.drop = nn.LeakyReLU(0.1), nn.Dropout(0.3)
+        self.first = nn.Linear(WIDTH, 24)
+        self.second = nn.Linear(24, WIDTH)
+        self.norm = nn.LayerNorm(24)
+        self.activation = nn.LeakyReLU(0.1)
+        self.drop = nn.Dropout(0.3)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x, *, scale):
@@ -36,10 +35,8 @@ class Block(nn.Module):
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks, self.output = (
-            nn.ModuleList([Block() for _ in range(4)]),
-            nn.Linear(WIDTH, CLASSES),
-        )
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.output = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
         for block in self.blocks:
@@ -115,9 +112,7 @@ def without_saving(ranks, name, simulated):
 
 def assert_unchanged(ranks, name, saving, simulated=False):
     """Trains with and without a saving, in one process with two replicas or on several ranks."""
-    found, expected = (
-        run(ranks, train, name, saving, simulated),
-        without_saving(ranks, name, simulated),
-    )
+    found = run(ranks, train, name, saving, simulated)
+    expected = without_saving(ranks, name, simulated)
     for with_it, without in zip(found, expected, strict=True):
         assert_same_gradients(with_it, without)

@@ -148,7 +148,8 @@ def test_whole_parameters_of_fsdp_are_not_reserved():
 @pytest.mark.usefixtures("one_trace")
 def test_ddp_adds_communication_buckets_to_the_plain_program():
     make = functools.partial(estimated, "perceptron", 24, device_kind="cpu")
-    plain, report = make(), make(layout="ddp", devices=2)
+    plain = make()
+    report = make(layout="ddp", devices=2)
     size = sum(parameter.nbytes for parameter in PROBLEMS["perceptron"][0]().parameters())
     assert report.parts[0]["communication buckets"] + report.parts[0]["gradients"] == size
     assert plain.allocated[0] < report.allocated[0] <= plain.allocated[0] + size

@@ -246,11 +246,9 @@ def mean_of_counted(output, targets, mask):
 
 
 def test_wrapped_criterion_is_planned_and_applied_as_it_is():
-    inputs, targets, mask = (
-        torch.randn(6, 64),
-        torch.randint(10, (6,)),
-        torch.tensor([1.0, 0, 1, 1, 1, 0]),
-    )
+    inputs = torch.randn(6, 64)
+    targets = torch.randint(10, (6,))
+    mask = torch.tensor([1.0, 0, 1, 1, 1, 0])
     wrapped = DataParallelCriterion(
         mean_of_counted, weight=lambda output, targets, mask: mask.sum()
     )
@@ -446,7 +444,8 @@ def test_shards_with_a_balanced_optimizer_are_a_choice(make):
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_the_state_of_8_bit_adamw_is_counted_in_its_bytes():
-    net, batch = nn.Linear(256, 256), (torch.zeros(16, 256), torch.zeros(16, 256))
+    net = nn.Linear(256, 256)
+    batch = (torch.zeros(16, 256), torch.zeros(16, 256))
     kinds = torch.optim.AdamW, importlib.import_module("torchao.optim").AdamW8bit
     parts = [memory.estimate(net, nn.MSELoss(), *batch, optimizer=make).parts[0] for make in kinds]
     assert parts[1]["optimizer state"] < 0.3 * parts[0]["optimizer state"]
@@ -468,7 +467,8 @@ def without_temporaries(setting):
     """Returns the plan of a module on meta that fits with the setting alone, without which updates take its bytes again."""
     settings = {"optimizer": WITHOUT_TEMPORARIES[setting], "device_kind": "sim"}
     with torch.device("meta"):
-        net, rows = squares(), torch.zeros(2, 256)
+        net = squares()
+        rows = torch.zeros(2, 256)
     plain, fused = (
         memory.estimate(net, nn.MSELoss(), rows, rows, savings=savings, **settings).nvidia_smi[0]
         for savings in ((), [setting])

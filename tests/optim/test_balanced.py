@@ -61,11 +61,9 @@ CASES = [
 
 @pytest.mark.parametrize(("buckets", "kind", "network", "devices"), CASES, indirect=["buckets"])
 def test_elementwise_optimizers_equal_the_plain_program(kind, network, devices):
-    net, optimizer_class, settings = (
-        NETWORKS[network](),
-        getattr(torch.optim, kind),
-        {"lr": 0.1} | KINDS[kind],
-    )
+    net = NETWORKS[network]()
+    optimizer_class = getattr(torch.optim, kind)
+    settings = {"lr": 0.1} | KINDS[kind]
     expected, reference = plain(net, lambda net: optimizer_class(net.parameters(), **settings))
     with simulate(4):
         model = DataParallelModel(net, devices)
@@ -98,7 +96,8 @@ def test_schedulers_and_closures_equal_the_plain_program():
     expected = copy.deepcopy(net)
     rates = scheduled(expected, nn.CrossEntropyLoss(), sgd(expected, lr=1.0))
     with simulate(3):
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         assert (
             scheduled(model, criterion, BalancedOptimizer(model, torch.optim.SGD, lr=1.0)) == rates
         )
@@ -190,17 +189,16 @@ def test_param_groups_equal_the_plain_program():
 
 
 def test_parameters_of_a_criterion_are_updated_in_place():
-    net, criterion = (
-        build_net(),
-        nn.AdaptiveLogSoftmaxWithLoss(CLASSES, CLASSES, cutoffs=[2, 3], div_value=1.0),
-    )
+    net = build_net()
+    criterion = nn.AdaptiveLogSoftmaxWithLoss(CLASSES, CLASSES, cutoffs=[2, 3], div_value=1.0)
     expected = copy.deepcopy(nn.ModuleList([net, criterion]))
     reference = torch.optim.Adam(expected.parameters(), lr=0.1)
     train(
         expected[0], reference, 3, criterion=lambda output, target: expected[1](output, target).loss
     )
     with simulate(3):
-        model, split = DataParallelModel(net), DataParallelCriterion(criterion.to("sim:0"))
+        model = DataParallelModel(net)
+        split = DataParallelCriterion(criterion.to("sim:0"))
         optimizer = BalancedOptimizer(
             model, torch.optim.Adam, [*net.parameters(), *criterion.parameters()], lr=0.1
         )

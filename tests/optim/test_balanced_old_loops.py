@@ -33,7 +33,8 @@ class Loop:
         self.device = self.net[0].weight.device
         self.parameters = list(self.net.parameters())
         if devices is None:
-            self.model, self.criterion = self.net, nn.CrossEntropyLoss()
+            self.model = self.net
+            self.criterion = nn.CrossEntropyLoss()
             self.optimizer = kind(self.parameters, **settings)
         else:
             self.model = DataParallelModel(self.net, devices)
@@ -213,7 +214,8 @@ def hold_gradients(loop):
 
 
 def two_losses(loop):
-    first, second = loop.loss(), loop.loss()
+    first = loop.loss()
+    second = loop.loss()
     first.backward()
     second.backward()
     loop.note(loop.parameters[2].grad.norm())
@@ -463,7 +465,8 @@ def test_complex_gradients_may_be_conjugated():
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
         model(torch.randn(6, 2, dtype=torch.complex128)).gather("cpu").abs().sum().backward()
-        gradient, expected = net.weight.grad, net.weight.grad.clone()
+        gradient = net.weight.grad
+        expected = net.weight.grad.clone()
         for each in (gradient, expected):
             each.conj().add_(1j)
             each.imag.mul_(2)
@@ -490,13 +493,15 @@ def test_a_model_may_be_frozen_for_a_while():
     def train(devices):
         nets = build_net(4), build_net(1)
         if devices is None:
-            models, criterion = nets, nn.MSELoss()
+            models = nets
+            criterion = nn.MSELoss()
             optimizers = [sgd(net) for net in nets]
         else:
             models = [DataParallelModel(net, devices) for net in nets]
             criterion = DataParallelCriterion(nn.MSELoss())
             optimizers = [BalancedOptimizer(model, torch.optim.SGD, lr=0.1) for model in models]
-        x, y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.ones(9, 1)
+        x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+        y = torch.ones(9, 1)
         for is_frozen in (True, False, True):
             nets[1].requires_grad_(not is_frozen)
             optimizers[is_frozen - 1].zero_grad()

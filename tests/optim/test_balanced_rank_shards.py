@@ -22,7 +22,8 @@ KINDS = {"SGD": torch.optim.SGD, "Adafactor": torch.optim.Adafactor}
 
 def check_averages(rank):
     torch.set_default_dtype(torch.float64)
-    net, plain = build_net(), build_net()
+    net = build_net()
+    plain = build_net()
     average = get_ema_multi_avg_fn(0.9)
     averaged, expected = (
         AveragedModel(each, multi_avg_fn=average, use_buffers=True) for each in (net, plain)
@@ -31,7 +32,8 @@ def check_averages(rank):
     step = parallel_step(net, devices=["cpu"], strategy="fsdp")
     optimizer = sgd(plain)
     torch.manual_seed(0)
-    x, y = torch.randn(6, 4), torch.randint(5, (6,))
+    x = torch.randn(6, 4)
+    y = torch.randint(5, (6,))
     for _ in range(3):
         step(x.split([4, 2])[rank], y.split([4, 2])[rank])
         averaged.update_parameters(step.model.module)
@@ -66,7 +68,8 @@ def update_by_hand(model, criterion, optimizer, batches):
 
 def check_loop(rank, strategy, kind):
     torch.set_default_dtype(torch.float64)
-    plain, net = build_net(), build_net()
+    plain = build_net()
+    net = build_net()
     generator = torch.Generator().manual_seed(3)
     batches = [
         (torch.randn(7, 4, generator=generator), torch.randint(5, (7,), generator=generator))

@@ -187,10 +187,8 @@ def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how, b
     def trained(devices):
         net = build_net().to(devices[0])
         head = SharedHead(net[2].weight, names)
-        model, criterion = (
-            DataParallelModel(net, devices),
-            DataParallelCriterion(head, weight=lambda x, y: x.size(0)),
-        )
+        model = DataParallelModel(net, devices)
+        criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
         parameters = [*net.parameters(), head.own]
         settings = {"lr": 0.05, "fused": how == "fused" and devices[0] == "cpu"}
         kind = Unrecorded if how == "fused" and len(devices) > 1 else torch.optim.AdamW
@@ -247,10 +245,8 @@ def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, r
     def trained(devices):
         net = build_net().to(devices[0])
         head = SharedHead(net[2].weight)
-        model, criterion = (
-            DataParallelModel(net, devices),
-            DataParallelCriterion(head, weight=lambda x, y: x.size(0)),
-        )
+        model = DataParallelModel(net, devices)
+        criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
         other = DataParallelModel(net, devices[::2])
         kind = torch.optim.SGD
         parameters = [*net.parameters(), head.own]
@@ -298,10 +294,8 @@ def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
 
     def trained(devices, precision):
         net = build_net().float().to(devices[0])
-        model, criterion = (
-            DataParallelModel(net, devices),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DataParallelModel(net, devices)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         kind = torch.optim.SGD
         optimizer = (
             kind(net.parameters(), 0.1)
@@ -322,8 +316,7 @@ def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
 
     expected = trained(["cpu"], "fp32")
     with simulate(2):
-        for value, other in zip(trained(["sim:0", "sim:1"], "fp16"), expected, strict=True):
-            assert_close(value, other, rtol=1e-3, atol=1e-4)
+        assert_close(list(trained(["sim:0", "sim:1"], "fp16")), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Unrecorded])
@@ -403,7 +396,8 @@ def test_zero_grad_clears_gradients_that_were_read(clear, devices):
     with simulate(2):
         model = DataParallelModel(build_net(), list(range(devices)))
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.0)
-        x, found = torch.randn(5, 4), []
+        x = torch.randn(5, 4)
+        found = []
         for _ in range(3):
             gather(model(x)).pow(2).sum().backward()
             found.append([optimizer.gradient(parameter).cpu() for parameter in model.parameters()])
@@ -503,7 +497,8 @@ def test_gradients_from_outside_the_replicas_are_added():
         expected, expected, nn.CrossEntropyLoss(), torch.optim.Adam(expected.parameters(), lr=0.1)
     )
     with simulate(3):
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         update(net, model, criterion, BalancedOptimizer(model, torch.optim.Adam, lr=0.1))
         assert_same(net, expected)
 
@@ -515,8 +510,7 @@ def test_autograd_grad_returns_whole_gradients():
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
         found = torch.autograd.grad(gather(model(x)).pow(2).sum(), list(net.parameters()))
-        for one, other in zip(found, expected, strict=True):
-            assert_close(one.cpu(), other)
+        assert_close([one.cpu() for one in found], expected)
         assert model.replicas.gradients.is_sharded
         assert all(
             parameter.grad is None

@@ -40,7 +40,9 @@ class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.middle, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.first = nn.Linear(5, 5)
+        self.middle = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
         self.unused = nn.Parameter(torch.ones(3, 5))
         self.last.bias.requires_grad_(False)
 
@@ -96,7 +98,8 @@ resolve = pkgutil.resolve_name  # imports pytorch_optimizer where it is used: th
 
 def train(step, part=slice(None)):
     """Trains, with a scheduler and the modes of schedule-free optimizers."""
-    optimizer, generator = step.optimizer, torch.Generator().manual_seed(5)
+    optimizer = step.optimizer
+    generator = torch.Generator().manual_seed(5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for number in range(3):
         if number in (0, 2):
@@ -117,7 +120,8 @@ def balanced(model, criterion, kind):
 def plain(kind):
     """Returns parameters and state of the plain optimizer after three updates, and after six."""
     make, settings, choose = KINDS[kind]
-    net, results = Mixed(), []
+    net = Mixed()
+    results = []
     optimizer = resolve(make)(choose(net), **settings)
     step = TrainStep(
         DataParallelModel(net, ["cpu"]),

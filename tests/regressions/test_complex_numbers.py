@@ -69,7 +69,8 @@ def assert_equal_updates(
         if balanced
         else (lambda: optimizer_class(model.parameters()))
     )
-    optimizer, expected = make(), optimizer_class(plain.parameters())
+    optimizer = make()
+    expected = optimizer_class(plain.parameters())
     step = TrainStep(
         model, criterion, optimizer, micro_batch_size=micro_batch_size, max_grad_norm=0.1
     )
@@ -88,7 +89,8 @@ def assert_equal_updates(
     found = [whole(one).detach() for one in net.parameters()]
     assert_close(found, [parameter.detach() for parameter in plain.parameters()])
     if balanced:
-        state, wanted = optimizer.state_dict()["state"], expected.state_dict()["state"]
+        state = optimizer.state_dict()["state"]
+        wanted = expected.state_dict()["state"]
         assert_close(state, wanted)
 
 
@@ -101,10 +103,8 @@ class TestTraining:
     @pytest.mark.parametrize("balanced", [False, True])
     def test_replicas(self, balanced, micro_batch_size, optimizer_class):
         net = make_net()
-        model, criterion = (
-            DataParallelModel(net, CPUS),
-            DataParallelCriterion(real_loss, weight="rows"),
-        )
+        model = DataParallelModel(net, CPUS)
+        criterion = DataParallelCriterion(real_loss, weight="rows")
         assert_equal_updates(
             net, model, criterion, slice(None), optimizer_class, balanced, micro_batch_size
         )
@@ -143,7 +143,8 @@ MESSAGE = r"the loss is complex \(complex128\), expected a real scalar: return i
 def test_complex_losses_are_refused(loss, settings):
     """A mean was trained on in silence."""
     net, (inputs, targets) = make_net(), make_batch()
-    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(loss, **settings)
+    model = DataParallelModel(net, CPUS)
+    criterion = DataParallelCriterion(loss, **settings)
     with pytest.raises(TypeError, match=MESSAGE):
         criterion(model(inputs), targets)
     for micro_batch_size in (None, 1):

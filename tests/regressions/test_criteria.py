@@ -31,8 +31,10 @@ class TestReduction:
                     1 / len(output)
                 )
 
-        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
-        module, criterion = build_net(), BNLLLoss(reduction=setting)
+        x = torch.randn(7, 4)
+        target = torch.rand(7, CLASSES)
+        module = build_net()
+        criterion = BNLLLoss(reduction=setting)
         assert_equal_program(
             module,
             DataParallelCriterion(criterion, weight="rows"),
@@ -51,7 +53,8 @@ class TestReduction:
                 loss = super().forward(output, target)
                 return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
 
-        x, target = torch.randn(7, 4), class_targets(7)
+        x = torch.randn(7, 4)
+        target = class_targets(7)
         criterion = FocalLoss(reduction="none")
         split = DataParallelCriterion(criterion, weight="rows")
         assert_equal_program(
@@ -66,7 +69,8 @@ class TestReduction:
             )
 
         module = Calls(lambda net, x: (net(x), net(x * 2)))
-        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        x = torch.randn(7, 4)
+        target = torch.rand(7, CLASSES)
         split = DataParallelCriterion(elbo, reduction="sum")
         assert_equal_program(module, split, lambda module: elbo(*module(x), target), [x], [target])
 
@@ -75,7 +79,9 @@ class TestReduction:
         [{"size_average": False}, {"reduce": False}, {"size_average": True}, {"reduction": "mean"}],
     )
     def test_reduction_passed_to_the_call_is_used(self, settings):
-        net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, CLASSES)
+        net = build_net()
+        x = torch.randn(7, 4)
+        target = torch.rand(7, CLASSES)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = F.mse_loss(net(x), target, **settings)
@@ -111,7 +117,8 @@ class TestWeight:
             return ((one - two - target).pow(2).mean(1) * mask).sum() / mask.sum()
 
         module = Calls(lambda net, x: (net(x), net(x * 2)))
-        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        x = torch.randn(7, 4)
+        target = torch.rand(7, CLASSES)
         mask = torch.tensor(
             [1.0, 1, 0, 0, 0, 0, 1]
         )  # the loss of the second of three shards is nan, of weight zero
@@ -152,9 +159,11 @@ class TestWeight:
                 min=1
             )
 
-        x, target = torch.randn(7, 4), torch.zeros(7, dtype=torch.long)
+        x = torch.randn(7, 4)
+        target = torch.zeros(7, dtype=torch.long)
         target[:positives] = 3
-        net, split = build_net(), DataParallelCriterion(criterion, weight=count, minimum=1)
+        net = build_net()
+        split = DataParallelCriterion(criterion, weight=count, minimum=1)
         assert_equal_program(net, split, lambda net: criterion(net(x), target), [x], [target])
         assert_exact_update(still_step(net, split, micro_batch_size=1), net, criterion, x, target)
         pieces = list(zip(net(x).split([3, 2, 2]), target.split([3, 2, 2]), strict=True))
@@ -175,7 +184,9 @@ class TestWeight:
         def total(net):
             return sum(criterion(net(x), target).values())
 
-        net, x, target = build_net(), torch.randn(7, 4), torch.zeros(7, dtype=torch.long)
+        net = build_net()
+        x = torch.randn(7, 4)
+        target = torch.zeros(7, dtype=torch.long)
         target[list(kept)] = torch.arange(1, 1 + len(kept))
         of_targets = {"class": len, "box": lambda target: (target > 0).sum()}
 
@@ -199,10 +210,8 @@ class TestWeight:
         )
 
     def test_weights_must_match_the_means(self):
-        outputs, target = (
-            DataParallelModel(build_net(), CPUS)(torch.randn(7, 4)),
-            torch.rand(7, CLASSES),
-        )
+        outputs = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))
+        target = torch.rand(7, CLASSES)
         for weights in ([1, 2, 3], {"two": 1, "one": 2}):
             criterion = DataParallelCriterion(
                 lambda o, t: {"one": o.mean(), "two": t.mean()}, weight=lambda o, t, w=weights: w
@@ -216,7 +225,8 @@ class TestWeight:
         assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))
 
     def test_several_means_by_rows_as_sums_and_with_a_replica_of_weight_zero(self):
-        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        x = torch.randn(7, 4)
+        target = torch.rand(7, CLASSES)
         net = build_net()
         outputs = DataParallelModel(net, CPUS)(x)
         means = DataParallelCriterion(

@@ -37,7 +37,9 @@ class TestGatherOutputs:
     """``gather_outputs=True`` returns what ``nn.DataParallel`` returns."""
 
     def test_gathered_outputs_work_with_a_plain_loss(self):
-        net, x, target = build_net(), torch.randn(7, 4), class_targets(7, 2)
+        net = build_net()
+        x = torch.randn(7, 4)
+        target = class_targets(7, 2)
         loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
         output = DataParallelModel(net, CPUS, gather_outputs=True)(x)
         found = nn.CrossEntropyLoss()(output, target)
@@ -46,7 +48,8 @@ class TestGatherOutputs:
         assert_same_gradients(gradients(net), expected)
 
     def test_submodule_can_be_wrapped(self):
-        module, x = nn.Sequential(build_net(4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(7, 4)
+        module = nn.Sequential(build_net(4), nn.ReLU(), nn.Linear(4, 2))
+        x = torch.randn(7, 4)
         expected = module(x)
         module[0] = DataParallelModel(module[0], CPUS, gather_outputs=True)
         assert_close(module(x), expected)
@@ -120,11 +123,9 @@ class TestMicroBatches:
             return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
         module = Calls(lambda net, x, scale: net(x) * scale)
-        x, target, scale = (
-            torch.randn(5, 13, 4),
-            torch.randint(CLASSES, (5, 13)),
-            torch.rand(CLASSES),
-        )
+        x = torch.randn(5, 13, 4)
+        target = torch.randint(CLASSES, (5, 13))
+        scale = torch.rand(CLASSES)
         target[1:, :9] = -100
         model = DataParallelModel(module, CPUS, dim=1, in_dims=(1, None))
         split = DataParallelCriterion(
@@ -143,11 +144,9 @@ class TestMicroBatches:
         def loss(one, two, target):
             return F.mse_loss(one * two, target)
 
-        module, x, target = (
-            Calls(lambda net, x: (net(x), net(x * 2))),
-            torch.randn(11, 4),
-            torch.rand(CLASSES, 11),
-        )
+        module = Calls(lambda net, x: (net(x), net(x * 2)))
+        x = torch.randn(11, 4)
+        target = torch.rand(CLASSES, 11)
         criterion = DataParallelCriterion(
             lambda one, two, target: loss(one, two, target.t()),
             in_dims={"target": 1},
@@ -160,14 +159,17 @@ class TestMicroBatches:
             lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips])
         )
         clips = [torch.randn(length, 4) for length in range(1, 12)]
-        scale, target = torch.rand(CLASSES), torch.rand(11, CLASSES)
+        scale = torch.rand(CLASSES)
+        target = torch.rand(11, CLASSES)
         plain = lambda module: F.mse_loss(module(clips, scale), target)  # noqa: E731
         self.assert_step(
             module, DataParallelCriterion(nn.MSELoss()), plain, (Rows(clips), Whole(scale)), target
         )
 
     def test_outputs_of_another_model(self):
-        generator, critic, z = build_net(4), build_net(1), torch.randn(11, 4)
+        generator = build_net(4)
+        critic = build_net(1)
+        z = torch.randn(11, 4)
         with torch.no_grad():
             fake = DataParallelModel(generator, CPUS, split=[5, 1, 2])(z)
         target = torch.rand(11, 1)

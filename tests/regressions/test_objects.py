@@ -61,7 +61,8 @@ class Sum(nn.Module):
 
 @pytest.mark.parametrize("kind", [Graphs, Slots, MoreSlots, Rowwise])
 def test_objects_that_hold_tensors_are_refused(kind):
-    model, x = DataParallelModel(Sum(), CPUS), torch.ones(6, 4)
+    model = DataParallelModel(Sum(), CPUS)
+    x = torch.ones(6, 4)
     with pytest.raises(
         TypeError,
         match=rf"inputs\[0\] is an object of type {kind.__name__} that holds tensors.*Rows\(list\)",
@@ -76,10 +77,8 @@ def test_objects_that_hold_tensors_are_refused(kind):
 
 
 def test_functions_go_to_every_replica():
-    model, weight = (
-        DataParallelModel(Calls(lambda _, x, function: function(x)), CPUS),
-        torch.full((4,), 2.0),
-    )
+    model = DataParallelModel(Calls(lambda _, x, function: function(x)), CPUS)
+    weight = torch.full((4,), 2.0)
     for function in (
         torch.relu,
         lambda x: x * weight,
@@ -112,7 +111,8 @@ TENSORS = {  # a function that makes it, and its name in the error
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_of_other_kinds_are_split_or_refused(name):
     make, kind = TENSORS[name]
-    x, model = make(), DataParallelModel(nn.Identity(), CPUS)
+    x = make()
+    model = DataParallelModel(nn.Identity(), CPUS)
     assert DataParallelModel(nn.Identity(), ["cpu"])(x)[0] is x
     pair = DataParallelModel(Calls(lambda _, rows, whole: (rows, whole)), CPUS)
     assert all(output is x for output in pair(torch.ones(6, 4), Whole(x)).unzip()[1])

@@ -34,7 +34,8 @@ class TestListOutputs:
     @pytest.mark.parametrize("rows", [6, 7])
     def test_criterion_on_the_outputs_of_one_replica_raises_an_error(self, rows):
         """6 rows on 3 devices: three outputs of one replica have the shapes of one output of each replica."""
-        x, target = torch.randn(rows, 4), torch.rand(rows, CLASSES)
+        x = torch.randn(rows, 4)
+        target = torch.rand(rows, CLASSES)
         criterion = DataParallelCriterion(nn.MSELoss())
         outputs = DataParallelModel(self.stacks(), CPUS)(x)
         message = r"3 outputs with [23] rows each, all on cpu: .* or 3 outputs of one replica, .*outputs\.map.*unzip"
@@ -49,13 +50,13 @@ class TestListOutputs:
             criterion(outputs[0], target[:3])  # [1, CLASSES] beside [3, CLASSES] would be broadcast
 
     def test_lists_with_one_output_on_each_device_equal_the_plain_program(self):
-        module, x, target = self.stacks(), torch.randn(6, 4), torch.rand(6, CLASSES)
+        module = self.stacks()
+        x = torch.randn(6, 4)
+        target = torch.rand(6, CLASSES)
         expected = sum(F.mse_loss(output, target) for output in module(x))
         with simulate(3) as cluster:
-            criterion, outputs = (
-                DataParallelCriterion(nn.MSELoss()),
-                DataParallelModel(module, cluster.devices)(x),
-            )
+            criterion = DataParallelCriterion(nn.MSELoss())
+            outputs = DataParallelModel(module, cluster.devices)(x)
             losses = [
                 criterion([output[stack] for output in outputs], target) for stack in range(3)
             ]
@@ -70,14 +71,13 @@ class TestListOutputs:
                 F.mse_loss(output, target) for output, target in zip(outputs, targets, strict=True)
             )
 
-        module, x, targets = (
-            self.stacks(),
-            torch.randn(11, 4),
-            [torch.rand(11, CLASSES) for _ in range(3)],
-        )
+        module = self.stacks()
+        x = torch.randn(11, 4)
+        targets = [torch.rand(11, CLASSES) for _ in range(3)]
         split = DataParallelCriterion(loss, weight="rows")
         assert_equal_program(module, split, lambda module: loss(module(x), targets), [x], [targets])
-        model, optimizer = (DataParallelModel(module, CPUS), sgd(module, lr=0.0))
+        model = DataParallelModel(module, CPUS)
+        optimizer = sgd(module, lr=0.0)
         step = TrainStep(model, split, optimizer, micro_batch_size=micro_batch_size)
         assert_close(step(x, targets), loss(module(x), targets).detach())
         with pytest.raises(
@@ -101,7 +101,9 @@ class TestListOutputs:
         )
 
     def test_gathered_outputs_are_accepted_by_the_criterion(self):
-        net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
+        net = build_net()
+        x = torch.randn(7, 4)
+        target = class_targets(7)
         whole = DataParallelModel(net, CPUS)(x).gather()
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
@@ -157,7 +159,8 @@ class TestPerReplica:
 
     def test_gradient_penalty_equals_the_plain_program(self):
         """WGAN-GP takes the gradient of a gradient with respect to the inputs."""
-        net, x = build_net(1), torch.randn(7, 4, requires_grad=True)
+        net = build_net(1)
+        x = torch.randn(7, 4, requires_grad=True)
         (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
         penalty = (slope.norm(dim=1) - 1).pow(2).mean()
         penalty.backward()
@@ -179,7 +182,8 @@ def stacked(outputs, target, loss):
     return sum(loss(output, target) for output in outputs)
 
 
-LOSS, PRODUCT = DataParallelCriterion(nn.MSELoss()), DataParallelCriterion(product, weight="rows")
+LOSS = DataParallelCriterion(nn.MSELoss())
+PRODUCT = DataParallelCriterion(product, weight="rows")
 LOOPS = {  # the outputs of a model, the loss of the replicas' outputs, the loss of the plain program
     "map": (
         lambda net, x: net(x),
@@ -209,7 +213,8 @@ LOOPS = {  # the outputs of a model, the loss of the replicas' outputs, the loss
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_over_outputs_equal_the_plain_program(name):
     function, split, plain = LOOPS[name]
-    x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+    x = torch.randn(7, 4)
+    target = torch.rand(7, CLASSES)
     assert_equal_program(
         Calls(function), split, lambda module: plain(module(x), target), [x], [target]
     )

@@ -22,10 +22,8 @@ def until_all_end(*arguments):
         block for block in blocks("docs/torchrun.md", "python") if "def until_all_end" in block
     ]
     names = {}
-    imports, function = (
-        block[: block.index("class Stream")],
-        block[block.index("def until_all_end") : block.index("no_rows = ")],
-    )
+    imports = block[: block.index("class Stream")]
+    function = block[block.index("def until_all_end") : block.index("no_rows = ")]
     exec("import torch\nfrom balanced_parallel import gather\n" + imports + function, names)
     return names["until_all_end"](*arguments)
 
@@ -74,7 +72,8 @@ def train(rank, strategy, lengths, by_cost):
 def plain(lengths):
     """The plain program: each batch has the rows that the ranks still have."""
     net = build_net().double()
-    optimizer, losses = sgd(net, lr=0.5), []
+    optimizer = sgd(net, lr=0.5)
+    losses = []
     for start in range(0, max(lengths), BATCH):
         rows = [
             row

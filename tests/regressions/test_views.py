@@ -62,7 +62,8 @@ def test_gather_refuses_several_rows_for_each_row():
 
 
 def test_both_named_ways_equal_the_plain_program():
-    x, net = torch.randn(7, 4), views()
+    x = torch.randn(7, 4)
+    net = views()
     expected = net(x)
     chunks = DataParallelModel(views(lambda out: out.chunk(2)), CPUS)
     assert_close(torch.cat(gather(chunks(x))), expected)
@@ -75,7 +76,8 @@ def test_both_named_ways_equal_the_plain_program():
 def test_tokens_are_gathered_with_an_order_and_need_none_in_a_criterion():
     """The tokens of a row are beside each other."""
     net = Calls(lambda net, x: net(torch.stack([x, x * 2, x * 3], 1)).flatten(0, 1))
-    x, targets = torch.randn(7, 4), class_targets(21)
+    x = torch.randn(7, 4)
+    targets = class_targets(21)
     model = DataParallelModel(net, CPUS)
     with pytest.raises(ValueError, match=r"3 for each.*in_order\(range\(21\)\)"):
         gather(model(x))
@@ -95,12 +97,10 @@ def test_other_numbers_of_rows_are_gathered_as_they_are():
     ("devices", "size"), [(3, None), (1, 3)], ids=["replicas", "micro-batches"]
 )
 def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
-    x, target, net, pair = (
-        torch.randn(6, 4),
-        torch.randint(5, (6,)),
-        views(),
-        views(lambda out: out.chunk(2)),
-    )
+    x = torch.randn(6, 4)
+    target = torch.randint(5, (6,))
+    net = views()
+    pair = views(lambda out: out.chunk(2))
     loss, expected = plain_program(net, contrast, x, target)
     with pytest.raises(ValueError, match=r"rows of the batch, 2 for each.*return out\.chunk\(2\)"):
         still_step(

@@ -52,7 +52,8 @@ def make_step(model=None, criterion=None, optimizer=SGD, **settings):
     )
 
 
-INPUTS, TARGETS = torch.ones(7, 4), torch.zeros(7, dtype=torch.int64)
+INPUTS = torch.ones(7, 4)
+TARGETS = torch.zeros(7, dtype=torch.int64)
 
 
 def criterion_on(loss, *targets, outputs=None, **settings):
@@ -70,11 +71,9 @@ def lists():
     return model(Rows([torch.ones(length, 4) for length in (3, 1, 5, 2)]))
 
 
-CE, ADAMW, PAIRS = (
-    nn.CrossEntropyLoss(),
-    torch.optim.AdamW,
-    [{"similarity": torch.zeros(size, size)} for size in (2, 1)],
-)
+CE = nn.CrossEntropyLoss()
+ADAMW = torch.optim.AdamW
+PAIRS = [{"similarity": torch.zeros(size, size)} for size in (2, 1)]
 STEP_LR = torch.optim.lr_scheduler.StepLR
 
 
@@ -398,7 +397,8 @@ def test_arguments_of_other_libraries():
 
 @pytest.mark.usefixtures("trace_in_this_process")
 def test_estimates():
-    net, loss = nn.Linear(4, 3), F.cross_entropy
+    net = nn.Linear(4, 3)
+    loss = F.cross_entropy
     for arguments, optimizer, message in (
         (("net", loss, INPUTS, TARGETS), ADAMW, "the module is an object of type str"),
         ((make_model(), loss, INPUTS, TARGETS), ADAMW, "wrapped in DataParallelModel already"),

@@ -73,11 +73,9 @@ def assert_same_buffers(one, other):
     "settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str
 )
 def test_three_replicas_equal_the_plain_program(rows, settings, double):
-    plain, x, weights = (
-        build(**settings),
-        torch.randn(rows, 2, 3, 3, requires_grad=True),
-        torch.randn(rows, 5),
-    )
+    plain = build(**settings)
+    x = torch.randn(rows, 2, 3, 3, requires_grad=True)
+    weights = torch.randn(rows, 5)
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     for _ in range(3):
         output, expected = plain_run(plain, x, weights)
@@ -96,7 +94,8 @@ def test_three_replicas_equal_the_plain_program(rows, settings, double):
 
 def test_conversion_keeps_names_parameters_and_hooks():
     net = build()
-    names, first = list(net.state_dict()), net[1].weight
+    names = list(net.state_dict())
+    first = net[1].weight
     net[1].register_forward_hook(lambda *_: None)
     assert convert_sync_batchnorm(net) is net
     assert list(net.state_dict()) == names
@@ -111,7 +110,8 @@ def test_lazy_layers_raise_an_error():
 
 
 def test_one_device_equals_the_plain_layer(double):
-    plain, x = build(), torch.randn(5, 2, 3, 3)
+    plain = build()
+    x = torch.randn(5, 2, 3, 3)
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     assert torch.equal(net(x), plain(x))
 
@@ -128,7 +128,8 @@ def test_statistics_are_those_of_each_micro_batch(double):
     """Statistics are those of each micro-batch over all devices: as the plain program that runs the same micro-batches."""
     plain = build()
     net = convert_sync_batchnorm(copy.deepcopy(plain))
-    x, target = torch.randn(8, 2, 3, 3), class_targets(8)
+    x = torch.randn(8, 2, 3, 3)
+    target = class_targets(8)
     total = sum(
         F.cross_entropy(plain(some), labels, reduction="sum")
         for some, labels in zip(x.split(4), target.split(4), strict=True)
@@ -155,7 +156,8 @@ class Uneven(nn.Module):
 
     def __init__(self, fails):
         super().__init__()
-        self.norm, self.fails = nn.BatchNorm1d(2), fails
+        self.norm = nn.BatchNorm1d(2)
+        self.fails = fails
 
     def forward(self, x):
         if 2.0 in x:
@@ -197,14 +199,13 @@ def test_activation_checkpointing_raises_an_error():
 @on_ranks(lambda sizes, micro_batch_size: len(sizes))
 def test_ranks_equal_the_plain_program(rank, sizes, micro_batch_size):
     torch.set_default_dtype(torch.float64)
-    plain, x, target = (
-        build(),
-        torch.randn(7, 2, 3, 3, generator=torch.Generator().manual_seed(6)),
-        class_targets(7, 2),
-    )
+    plain = build()
+    x = torch.randn(7, 2, 3, 3, generator=torch.Generator().manual_seed(6))
+    target = class_targets(7, 2)
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     step = parallel_step(net, lr=0.0, micro_batch_size=micro_batch_size)
-    mine, labels = x.split(sizes)[rank], target.split(sizes)[rank]
+    mine = x.split(sizes)[rank]
+    labels = target.split(sizes)[rank]
     pieces = max(-(-size // micro_batch_size) if micro_batch_size else 1 for size in sizes)
     for _ in range(3):
         plain.zero_grad()
@@ -237,7 +238,8 @@ def test_collectives_of_a_layer_do_not_change_places_with_others(rank):
     for work in works:
         work.wait()
     assert [set(tensor.tolist()) for tensor in many] == [{1.0}, {1.0}]
-    plain, whole = nn.BatchNorm1d(2), x.clone().requires_grad_()
+    plain = nn.BatchNorm1d(2)
+    whole = x.clone().requires_grad_()
     plain(whole).pow(3).sum().backward()
     assert_close(output.detach(), plain(x).detach()[2 * rank : 2 * rank + 2])
     assert_close(mine.grad, whole.grad[2 * rank : 2 * rank + 2], rtol=1e-3, atol=1e-4)
@@ -316,7 +318,9 @@ def make_net(norm):
 
 @pytest.mark.parametrize("kind", [NormAct, Steeper])
 def test_a_converted_subclass_equals_the_plain_program(kind, double):
-    net, x, target = make_net(kind(4)), torch.randn(7, 2, 5, 5), class_targets(7)
+    net = make_net(kind(4))
+    x = torch.randn(7, 2, 5, 5)
+    target = class_targets(7)
     converted = convert_sync_batchnorm(copy.deepcopy(net))
     loss, expected = plain_program(net, F.cross_entropy, x, target)
     found = DataParallelCriterion(nn.CrossEntropyLoss())(
@@ -331,14 +335,17 @@ def test_a_converted_subclass_equals_the_plain_program(kind, double):
 
 
 def test_a_subclass_of_sync_batch_norm_runs_on_the_cpu(double):
-    net, x = convert_sync_batchnorm(make_net(SyncNormAct(4))), torch.randn(7, 2, 5, 5)
+    net = convert_sync_batchnorm(make_net(SyncNormAct(4)))
+    x = torch.randn(7, 2, 5, 5)
     expected = make_net(NormAct(4))(x)
     assert_close(net(x), expected)
     assert_close(DataParallelModel(net, CPUS)(x).gather(), expected)
 
 
 def test_verify_compares_with_the_net_as_it_was_given(double):
-    net, x, target = make_net(NormAct(4)), torch.randn(7, 2, 5, 5), class_targets(7)
+    net = make_net(NormAct(4))
+    x = torch.randn(7, 2, 5, 5)
+    target = class_targets(7)
     loss = F.cross_entropy(copy.deepcopy(net)(x), target).item()
     report = verify(convert_sync_batchnorm(net), nn.CrossEntropyLoss(), x, target, device_ids=CPUS)
     assert report.equal

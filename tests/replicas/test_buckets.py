@@ -68,7 +68,8 @@ def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
-        self.net, self.use_reentrant = build_net(), use_reentrant
+        self.net = build_net()
+        self.use_reentrant = use_reentrant
 
     def forward(self, x):
         return checkpoint(self.net, x.detach().requires_grad_(), use_reentrant=self.use_reentrant)
@@ -83,7 +84,8 @@ NETWORKS = BODIES | {
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("network", NETWORKS)
 def test_two_forwards_before_one_backward_equal_the_plain_program(double, network):
-    net, x = NETWORKS[network](), torch.randn(6, 4)
+    net = NETWORKS[network]()
+    x = torch.randn(6, 4)
     (net(x).sum() * net(x.flip(0)).pow(2).mean()).backward()
     expected = gradients(net)
     net.zero_grad()
@@ -98,7 +100,8 @@ def test_two_forwards_before_one_backward_equal_the_plain_program(double, networ
 
 @pytest.mark.usefixtures("buckets")
 def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(double):
-    net, x = build_net(), torch.randn(6, 4)
+    net = build_net()
+    x = torch.randn(6, 4)
 
     def everything(forward, parameters):
         found = torch.autograd.grad(forward(x).pow(2).sum(), parameters, create_graph=True)
@@ -128,7 +131,8 @@ def test_gradients_are_bitwise_reproducible():
 
     with simulate(4):
         net = Twice(64, 64, bias=False).to("sim:0")
-        model, x = DataParallelModel(net), torch.randn(64, 64)
+        model = DataParallelModel(net)
+        x = torch.randn(64, 64)
         found = set()
         for _ in range(10):
             net.zero_grad()
@@ -249,12 +253,14 @@ STRIDES = [
 @pytest.mark.parametrize(("how", "dtype"), slow_but(STRIDES, *STRIDES[:6:2], STRIDES[7]))
 def test_gradients_have_the_strides_of_autograd(how, dtype):
     torch.manual_seed(3)
-    x, y = torch.randn(7, 32), torch.randn(7, CLASSES)
+    x = torch.randn(7, 32)
+    y = torch.randn(7, CLASSES)
 
     def trained(devices):
         torch.manual_seed(1)
         net = Laid().to(devices[0])
-        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
+        model = DataParallelModel(net, devices)
+        criterion = DataParallelCriterion(nn.MSELoss())
         is_split = len(devices) > 1
         optimizer = balanced_or_plain(model, torch.optim.SGD, is_split and how == "balanced")
         if how == "micro-batches":

@@ -59,7 +59,8 @@ KEPT = [
 def make_program(layout):
     """Returns a net, its model, its criterion and its optimizer."""
     net = build_net().to(LAYOUTS[layout][0])
-    model, kind = DataParallelModel(net, LAYOUTS[layout]), torch.optim.SGD
+    model = DataParallelModel(net, LAYOUTS[layout])
+    kind = torch.optim.SGD
     optimizer = balanced_or_plain(model, kind, layout == "balanced")
     return net, model, DataParallelCriterion(nn.MSELoss()), optimizer
 
@@ -68,7 +69,8 @@ def make_program(layout):
 def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
     """Gradients that are there before the window are discarded with those of the window."""
     torch.manual_seed(2)
-    x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
+    x = torch.randn(20, 4)
+    y = torch.randn(20, CLASSES)
 
     def run(net, model, criterion, optimizer, no_sync):
         def backward(rows):
@@ -103,7 +105,8 @@ def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
 def test_an_update_between_deferred_gradients_equals_the_plain_program(layout, rows):
     """Reads param_groups, as a scheduler does, and reduces before the step."""
     torch.manual_seed(2)
-    x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
+    x = torch.randn(20, 4)
+    y = torch.randn(20, CLASSES)
 
     def run(net, model, criterion, optimizer, reduce):
         for start in (0, 10):
@@ -181,13 +184,13 @@ def test_no_sync_applies_to_the_backward_of_its_forward():
 
 
 def test_no_sync_reduces_gradients_once(double):
-    net, x, target = build_net(), torch.randn(12, 4), torch.randint(5, (12,))
+    net = build_net()
+    x = torch.randn(12, 4)
+    target = torch.randint(5, (12,))
     _, expected = plain_program(net, nn.CrossEntropyLoss(reduction="sum"), x, target)
     with simulate(3) as cluster:
-        model, criterion = (
-            DataParallelModel(net.to("sim:0")),
-            DataParallelCriterion(nn.CrossEntropyLoss(reduction="sum")),
-        )
+        model = DataParallelModel(net.to("sim:0"))
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss(reduction="sum"))
         size = sum(parameter.nbytes for parameter in net.parameters())
 
         def run(start):
@@ -212,7 +215,8 @@ def test_no_sync_reduces_gradients_once(double):
 
 
 def test_create_graph_backward_reduces_deferred_gradients(double):
-    net, x = build_net(), torch.randn(6, 4)
+    net = build_net()
+    x = torch.randn(6, 4)
     with simulate(3):
         model = DataParallelModel(net)
         gather(model(x), "cpu").square().sum().backward()
@@ -230,10 +234,12 @@ def test_create_graph_backward_reduces_deferred_gradients(double):
 def test_step_over_micro_batches_reduces_gradients_once():
     with simulate(4) as cluster:
         net = nn.Linear(64, 512).to("sim:0")
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         step = TrainStep(model, criterion, sgd(net), micro_batch_size=2)
         size = sum(parameter.nbytes for parameter in net.parameters())
-        x, target = torch.randn(64, 64), torch.randint(512, (64,))
+        x = torch.randn(64, 64)
+        target = torch.randint(512, (64,))
         step(x, target)
         before = cluster.moved
         step(x, target)

@@ -53,7 +53,8 @@ def test_other_gradients_in_the_same_backward_wait_for_the_sums(double, small_bu
     ).backward()
     with simulate(3):
         net = build_net()
-        model, again = DataParallelModel(net), DataParallelModel(net, [0, 2])
+        model = DataParallelModel(net)
+        again = DataParallelModel(net, [0, 2])
         losses = [output.square().sum() for output in model(x)]
         torch.autograd.backward([*losses, OTHER_GRADIENTS[others](net, again, x)])
         assert_same_gradients(gradients(net), gradients(plain))
@@ -64,7 +65,8 @@ class WithoutItsLastBucket(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.unused, self.net = nn.Parameter(torch.ones(3)), build_net()
+        self.unused = nn.Parameter(torch.ones(3))
+        self.net = build_net()
 
     def forward(self, inputs):
         return self.net(inputs)
@@ -74,13 +76,12 @@ class WithoutItsLastBucket(nn.Module):
 def test_backward_on_other_streams_than_forward_equals_the_plain_program(
     double, small_buckets, balanced
 ):
-    inputs, targets = torch.randn(7, 4), class_targets(7)
+    inputs = torch.randn(7, 4)
+    targets = class_targets(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
-        model, criterion = (
-            DataParallelModel(WithoutItsLastBucket()),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DataParallelModel(WithoutItsLastBucket())
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
         streams = [stream_on(index) for index in range(3)]
 
@@ -113,13 +114,12 @@ def test_backward_on_other_streams_than_forward_equals_the_plain_program(
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets, balanced):
-    inputs, targets = torch.randn(7, 4), class_targets(7)
+    inputs = torch.randn(7, 4)
+    targets = class_targets(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
-        model, criterion = (
-            DataParallelModel(WithoutItsLastBucket()),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DataParallelModel(WithoutItsLastBucket())
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         optimizer = balanced_or_plain(model, torch.optim.SGD, balanced, lr=0.0)
         for _ in range(2):
             loss = criterion(model(inputs), targets)

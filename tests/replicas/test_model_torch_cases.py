@@ -66,7 +66,8 @@ def test_reasons_name_tests_of_this_file():
 
 
 def test_data_parallel_model_device(devices):
-    layer, inputs = nn.Linear(2, 2), torch.ones(2, 2)
+    layer = nn.Linear(2, 2)
+    inputs = torch.ones(2, 2)
     for place in ("cpu", devices[1]):
         model = wrap(layer.to(place), devices)  # torch: RuntimeError in the forward
         assert layer.weight.device == devices[0]
@@ -85,7 +86,8 @@ def test_data_parallel_model_no_refcycles(count):
     model = DataParallelModel(nn.Linear(2, 3), ["cpu"] * count)
     criterion = DataParallelCriterion(nn.MSELoss())
     step = TrainStep(model, criterion, sgd(model), micro_batch_size=1)
-    inputs, targets = torch.ones(4, 2), torch.ones(4, 3)
+    inputs = torch.ones(4, 2)
+    targets = torch.ones(4, 3)
     runs = [
         lambda: model(inputs).gather(),
         lambda: criterion(model(inputs), targets).backward(),
@@ -157,7 +159,8 @@ def test_data_parallel_complex(devices):
     ids=["hook", "parametrized"],
 )
 def test_spectral_norm(devices, norm):
-    net, inputs = norm(nn.Linear(3, 4)), torch.randn(2, 3)
+    net = norm(nn.Linear(3, 4))
+    inputs = torch.randn(2, 3)
     plain = copy.deepcopy(net)
     model = wrap(net, devices)
     for one in (model, plain):

@@ -125,7 +125,8 @@ class Last(nn.LSTM):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_tied_and_listed_parameters_equal_the_plain_program(name, devices):
     build, make = CASES[name]
-    module, x = build(), make()
+    module = build()
+    x = make()
     module(x).pow(2).sum().backward()
     expected = gradients(module)
     module.zero_grad()
@@ -139,7 +140,8 @@ class Capturing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.is_hooked = nn.Linear(4, 5), False
+        self.layer = nn.Linear(4, 5)
+        self.is_hooked = False
 
     def forward(self, x):
         captured = []
@@ -188,7 +190,8 @@ def in_order(weights):
 
 def is_flat(weights):
     """Returns True if the weights are as ``try_get_weight_buf`` of torch's ``cudnn/RNN.cpp`` expects them."""
-    storage, offset = weights[0].untyped_storage().data_ptr(), 0
+    storage = weights[0].untyped_storage().data_ptr()
+    offset = 0
     for weight in in_order(weights):
         if weight.data_ptr() != storage + offset or not weight.is_contiguous():
             return False
@@ -201,7 +204,8 @@ class Reads(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.rnn, self.found = KINDS[kind](), []
+        self.rnn = KINDS[kind]()
+        self.found = []
 
     def forward(self, x):
         output, _ = self.rnn(x)
@@ -245,7 +249,8 @@ def test_weights_are_flat_on_every_device_and_flattened_once(flattened, kind, is
 def test_weights_of_another_type_are_flattened_again(flattened, kind):
     with simulate(3):
         net = Reads(kind)
-        model, x = DataParallelModel(net, dim=1), torch.ones(4, 6, 3)
+        model = DataParallelModel(net, dim=1)
+        x = torch.ones(4, 6, 3)
         model(x)
         net.double()
         flattened.clear()
@@ -305,7 +310,8 @@ class Patched(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 2)
         self.forward = MethodType(lambda module, inputs: module.project(module.first(inputs)), self)
         self.project = self.second.forward
 

@@ -85,7 +85,8 @@ WRITES = {
 def test_replicas_follow_recorded_writes(name, is_trained):
     with simulate(3):
         net = build_net().requires_grad_(is_trained and name != "unfrozen")
-        model, x = recorded(net), torch.randn(ROWS, 4)
+        model = recorded(net)
+        x = torch.randn(ROWS, 4)
         before = gather(model(x))
         WRITES[name](net)
         found = gather(model(x))
@@ -118,7 +119,8 @@ def test_a_balanced_optimizer_does_not_lose_a_write(shard):
 @pytest.mark.usefixtures("double")
 def test_a_hook_of_a_balanced_optimizer_writes_to_a_frozen_weight():
     with simulate(3):
-        net, x = build_net(), torch.randn(ROWS, 4)
+        net = build_net()
+        x = torch.randn(ROWS, 4)
         net[0].requires_grad_(False)
         model = recorded(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -244,7 +246,8 @@ def test_lora():
             parameter.data.add_(0.1)
         model = DataParallelModel(net, devices)
         optimizer = torch.optim.AdamW(net.parameters(), 0.05)
-        step, seen = TrainStep(model, mse(), optimizer, micro_batch_size=2), []
+        step = TrainStep(model, mse(), optimizer, micro_batch_size=2)
+        seen = []
         for number, (x, y) in enumerate(random_batches(8)):
             before = cluster and cluster.moved
             with torch.no_grad(), net.disable_adapter():
@@ -274,7 +277,8 @@ def test_optimizers_of_another_library(name):
 
     def trained(devices):
         net = build_net().to(devices[0])
-        model, kind = DataParallelModel(net, devices), getattr(library, name)
+        model = DataParallelModel(net, devices)
+        kind = getattr(library, name)
         if name == "SAM":
             optimizer = kind(net.parameters(), base_optimizer=torch.optim.SGD, lr=0.05)
         elif name == "Lookahead":
@@ -400,7 +404,8 @@ def test_checksums_tell_other_bits_apart(dtype):
 def test_checksums_tell_places_and_signs_apart(distance):
     """Words stand in rows of 1021."""
     tensor = torch.linspace(1, 2, 1021 * 1022, dtype=torch.float64)
-    exchanged, negative = tensor.clone(), tensor.clone()
+    exchanged = tensor.clone()
+    negative = tensor.clone()
     exchanged[[0, distance]] = tensor[[distance, 0]]
     negative[[0, distance]] *= -1
     assert len({checksum([each]).item() for each in (tensor, exchanged, negative, -tensor)}) == 4

@@ -117,7 +117,8 @@ def test_a_forward_follows_writes_that_torch_does_not_record(name, is_training):
         net = build_square().to("sim:0")
         net[2].requires_grad_(False)
         net[3].requires_grad_(False)
-        model, x = DataParallelModel(net), torch.randn(ROWS, 4)
+        model = DataParallelModel(net)
+        x = torch.randn(ROWS, 4)
         for _ in range(3):
             before = gather(model(x))
             UNRECORDED[name](net)
@@ -162,7 +163,8 @@ def test_an_optimizer_is_made_of_values_that_torch_did_not_record(refresh):
 @pytest.mark.usefixtures("double")
 def test_a_write_that_is_undone_after_a_failed_forward_is_followed():
     with simulate(3):
-        net, x = build_net().requires_grad_(False), torch.randn(ROWS, 4)
+        net = build_net().requires_grad_(False)
+        x = torch.randn(ROWS, 4)
         model = DataParallelModel(net.to("sim:0"))
         model(x)
         before = net[0].weight.clone()
@@ -228,7 +230,8 @@ def test_rows_that_are_added_follow_a_write_between_them(is_balanced):
         return trained(net, add, apply)
 
     def together(net):
-        model, kind = DataParallelModel(net.to("sim:0"), SIMULATED), torch.optim.Adam
+        model = DataParallelModel(net.to("sim:0"), SIMULATED)
+        kind = torch.optim.Adam
         optimizer = balanced_or_plain(model, kind, is_balanced, lr=0.02)
         step = TrainStep(model, mse(), optimizer)
         return trained(net, step.add, step.apply)
@@ -247,7 +250,8 @@ class Distilled(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.student, self.teacher = build_net(), build_net().requires_grad_(False)
+        self.student = build_net()
+        self.teacher = build_net().requires_grad_(False)
 
     def forward(self, x):
         return self.student(x) + self.teacher(x).detach()

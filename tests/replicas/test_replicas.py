@@ -156,7 +156,8 @@ def test_replicas_are_freed_with_the_model():
 
 @pytest.mark.usefixtures("buckets")
 def test_copies_and_pickles_of_the_model_have_no_replicas():
-    model, x = DataParallelModel(build_net(), CPUS), torch.randn(6, 4)
+    model = DataParallelModel(build_net(), CPUS)
+    x = torch.randn(6, 4)
     gather(model(x)).sum().backward()
     size = len(pickle.dumps(DataParallelModel(build_net(), CPUS)))
     model.zero_grad()
@@ -189,7 +190,8 @@ def test_tensors_of_layers_are_on_the_device_of_their_replica(name):
     seen = []
     with simulate(3):
         net = record_devices(LAYERS[name](), seen).to("sim:0")
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         outputs = model(torch.randn(7, 4))
         assert devices_of(outputs) == NAMES
         assert {one for one, _ in seen} == set(NAMES)
@@ -205,7 +207,8 @@ def test_tensors_of_layers_are_on_the_device_of_their_replica(name):
 
 @pytest.mark.parametrize("converted", [False, True])
 def test_buffers_move_if_the_first_device_gets_no_rows(converted):
-    net, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.randn(6, 4)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    x = torch.randn(6, 4)
     expected = copy.deepcopy(net)
     expected(x)
     with simulate(2):
@@ -217,7 +220,8 @@ def test_buffers_move_if_the_first_device_gets_no_rows(converted):
 
 
 def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
-    net, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), torch.randn(6, 4)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    x = torch.randn(6, 4)
     net[1].register_forward_pre_hook(lambda layer, args: args[0].to(layer.weight.dtype))
     plain = copy.deepcopy(net)
     with simulate(2):
@@ -236,8 +240,10 @@ class Moved:
     """A model that refreshes its replicas always, and the bytes that go to its second device."""
 
     def __init__(self, cluster):
-        self.cluster, self.net = cluster, build_net().to("sim:0")
-        self.model, self.x = DataParallelModel(self.net, refresh="always"), torch.randn(6, 4)
+        self.cluster = cluster
+        self.net = build_net().to("sim:0")
+        self.model = DataParallelModel(self.net, refresh="always")
+        self.x = torch.randn(6, 4)
         self.model(self.x)
         self.size = sum(parameter.nbytes for parameter in self.net.parameters())
 
@@ -286,7 +292,8 @@ def test_parameters_are_copied_once_in_each_window(name):
 @pytest.mark.usefixtures("buckets")
 def test_parameters_are_copied_once_in_an_update_and_by_each_add():
     with simulate(3) as cluster:
-        moved, criterion = Moved(cluster), DataParallelCriterion(nn.MSELoss())
+        moved = Moved(cluster)
+        criterion = DataParallelCriterion(nn.MSELoss())
         step = TrainStep(moved.model, criterion, sgd(moved.net), micro_batch_size=1)
         batch = moved.x, torch.randn(6, 5)
         for call in (step, step.add):
@@ -326,7 +333,8 @@ def test_a_refresh_without_memory_is_made_again(fused):
     """A change that was seen, but not copied to every device, is not forgotten."""
     with simulate(3) as cluster:
         net = build_net().to("sim:0")
-        model, x = DataParallelModel(net), torch.randn(6, 4)
+        model = DataParallelModel(net)
+        x = torch.randn(6, 4)
         optimizer = sgd(net)
         failures = 0
         for number in range(1, 12):
@@ -384,9 +392,11 @@ def build():
 @pytest.mark.parametrize("count", [slow(2), 3, 4, slow(8)])
 def test_copies_of_a_bucket_go_to_the_first_device_or_in_rounds(count, balanced):
     with simulate(count) as cluster:
-        model, kind = DataParallelModel(build()), torch.optim.SGD
+        model = DataParallelModel(build())
+        kind = torch.optim.SGD
         optimizer = balanced_or_plain(model, kind, balanced)
-        copies, x = Copies(cluster), torch.randn(2 * count, 4)
+        copies = Copies(cluster)
+        x = torch.randn(2 * count, 4)
         losses = [output.sum() for output in model(x)]
         copies.take()
         torch.autograd.backward(losses)

@@ -88,7 +88,8 @@ def train(model, net, rows=ROWS, **settings):
 )
 def test_ragged_batches_take_two_graphs(way, micro_batch_size, dynamic):
     """One for a single row, one for any other number of rows, and none for each replica. One more without dynamic shapes."""
-    net, graphs = build(), Graphs()
+    net = build()
+    graphs = Graphs()
     model = wrap(net, CPUS, way, backend=graphs, dynamic=dynamic)
     graphs.count = 0
     losses = train(model, net, micro_batch_size=micro_batch_size)
@@ -151,10 +152,8 @@ def test_evaluations_by_hand_on_several_devices():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler imports it
 def test_estimates_of_several_devices():
-    net, batch = (
-        build().float(),
-        (torch.zeros(6, 13, dtype=torch.float32), torch.zeros(6, dtype=torch.long)),
-    )
+    net = build().float()
+    batch = (torch.zeros(6, 13, dtype=torch.float32), torch.zeros(6, dtype=torch.long))
     settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
     expected = memory.estimate(net, nn.CrossEntropyLoss(), *batch, **settings)
     assert (
@@ -239,7 +238,8 @@ def test_balanced_optimizer_and_rows_that_are_not_on_the_first_device():
 @pytest.mark.slow
 def test_rows_cut_by_cost():
     """Shards have any number of rows and any length, of which one is a shape of its own."""
-    net, graphs = unequal.build(), Graphs()
+    net = unequal.build()
+    graphs = Graphs()
     compiled = torch.compile(net, backend=graphs, dynamic=True)
     step = unequal.make_step(compiled, cost=unequal.length_of, collate=unequal.pad)
     for number in range(8):
@@ -263,7 +263,8 @@ def test_inductor():
 
 @pytest.mark.slow
 def test_states_have_the_names_of_the_module_that_was_compiled():
-    net, again = build(), build()
+    net = build()
+    again = build()
     step = train_step(DataParallelModel(torch.compile(net, backend="eager"), CPUS), net)
     step(*next(batches()))
     plain = train_step(DataParallelModel(again, CPUS[:1]), again)

@@ -22,7 +22,8 @@ def make_net():
 
 
 def test_modes_are_put_back_after_an_error_too():
-    net, other = make_net(), nn.Dropout()
+    net = make_net()
+    other = nn.Dropout()
 
     def fail():
         with inference(net, other):
@@ -47,7 +48,8 @@ def test_modes_are_put_back_after_an_error_too():
 
 def test_evaluation_between_steps_leaves_training_as_it_is(double):
     """Replicas are made in the evaluation, and trained afterwards."""
-    inputs, targets = torch.randn(7, 4), class_targets(7, 2)
+    inputs = torch.randn(7, 4)
+    targets = class_targets(7, 2)
     plain = make_net().requires_grad_()
     plain[2].p = 0.0
     loss = F.cross_entropy(plain(inputs), targets)
@@ -55,7 +57,8 @@ def test_evaluation_between_steps_leaves_training_as_it_is(double):
     with simulate(3) as cluster:
         net = make_net()
         net[2].p = 0.0
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         for _ in range(2):
             with inference(model, criterion):
                 outputs = model(inputs)
@@ -97,7 +100,9 @@ class Forces(nn.Module):
 
     def __init__(self, way):
         super().__init__()
-        self.way, self.first, self.second = way, nn.Linear(3, 6), nn.Linear(6, 1)
+        self.way = way
+        self.first = nn.Linear(3, 6)
+        self.second = nn.Linear(6, 1)
 
     def forward(self, x):
         with torch.enable_grad():
@@ -122,13 +127,12 @@ FORCES = [
 )
 def test_gradients_in_a_forward_under_no_grad(double, way, frozen, devices):
     """Shards had no graph to their input, and replicas on other devices had parameters without ``requires_grad``."""
-    plain, x = Forces(way), torch.randn(7, 3, requires_grad=True)
+    plain = Forces(way)
+    x = torch.randn(7, 3, requires_grad=True)
     with simulate(3):
         net = copy.deepcopy(plain)
-        model, inputs = (
-            DataParallelModel(net, devices),
-            x.detach().to("cpu" if devices else "sim:0").requires_grad_(),
-        )
+        model = DataParallelModel(net, devices)
+        inputs = x.detach().to("cpu" if devices else "sim:0").requires_grad_()
         model(inputs)
         # The copies are there by then.
         for module in (plain, net):

@@ -79,12 +79,11 @@ def check(
     inputs, targets = batches()
     expected = plain_gradients(build, inputs, targets)
     with simulate(3), streams():
-        model, criterion = (
-            DataParallelModel(convert(build()), devices),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DataParallelModel(convert(build()), devices)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         for x, target in zip(inputs, targets, strict=True):
-            x, target = place_inputs(x), place_targets(target)
+            x = place_inputs(x)
+            target = place_targets(target)
             criterion(model(x), target).backward()
         assert_same_gradients(gradients(model), expected)
 
@@ -102,12 +101,10 @@ class OnItsOwnStreams(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.operator, self.last, self.streams = (
-            nn.Linear(4, 6),
-            nn.Tanh(),
-            nn.Linear(6, 5),
-            {},
-        )
+        self.first = nn.Linear(4, 6)
+        self.operator = nn.Tanh()
+        self.last = nn.Linear(6, 5)
+        self.streams = {}
 
     def forward(self, x):
         x = self.first(x)
@@ -129,7 +126,8 @@ class LayersOnTheirOwnStreams(OnItsOwnStreams):
 
     def __init__(self):
         super().__init__()
-        self.first, self.operator = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.first = nn.Linear(4, 6)
+        self.operator = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         self.operator.append(self.operator[0])
 
 
@@ -153,7 +151,8 @@ class NormOnItsOwnStream(OnItsOwnStreams):
 
     def __init__(self):
         super().__init__()
-        self.first, self.operator = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.first = nn.Linear(4, 6)
+        self.operator = nn.BatchNorm1d(6)
 
 
 @pytest.mark.parametrize("devices", slow_but(LAYOUTS, LAYOUTS[0], LAYOUTS[3]), ids=str)
@@ -189,18 +188,20 @@ def test_training_on_other_streams_equals_the_plain_program(
         )
         for x, target in zip(inputs, targets, strict=True):
             step(written_on("sim:2", x), written_on("sim:0", target))
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(
+            [one.cpu() for one in model.parameters()],
+            list(plain.parameters()),
+            rtol=1e-9,
+            atol=1e-10,
+        )
 
 
 def test_chained_models_on_other_streams_equal_the_plain_program(double):
     inputs, _ = batches()
     expected = [build_net(4)(x) for x in inputs]
     with simulate(3), own_streams():
-        first, second = (
-            DataParallelModel(build_net(4)),
-            DataParallelModel(nn.Identity(), ["sim:2", "sim:0", "sim:1"]),
-        )
+        first = DataParallelModel(build_net(4))
+        second = DataParallelModel(nn.Identity(), ["sim:2", "sim:0", "sim:1"])
         for x, result in zip(inputs, expected, strict=True):
             found = gather(second(first(written_on("sim:1", x))), "sim:1")
             torch.testing.assert_close(found.cpu(), result)
@@ -288,12 +289,14 @@ def test_model_called_by_replicas_of_another_model():
     class Asks(nn.Module):
         def __init__(self, teacher):
             super().__init__()
-            self.own, self.ask = nn.Linear(4, CLASSES), teacher
+            self.own = nn.Linear(4, CLASSES)
+            self.ask = teacher
 
         def forward(self, x):
             return self.own(x) * self.ask(x).to(x.device)
 
-    x, net = torch.randn(7, 4), Asks(build_net())
+    x = torch.randn(7, 4)
+    net = Asks(build_net())
     net(x).square().sum().backward()
     with simulate(3):
         outer = copy.deepcopy(net)

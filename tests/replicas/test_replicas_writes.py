@@ -57,7 +57,8 @@ def test_an_optimizer_with_writes_that_torch_does_not_record_trains_all_replicas
     kind, devices, micro_batch_size, scaled
 ):
     def trained(devices):
-        net, head = build_net(), Head()
+        net = build_net()
+        head = Head()
         model = DataParallelModel(net, devices)
         criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
         criterion.to(devices[0])
@@ -126,8 +127,10 @@ def mse(outputs, targets):
 
 
 def average_swapped_for_evaluation(devices):
-    net, average = build_net().to(devices[0]), build_net().to(devices[0])
-    model, optimizer = DataParallelModel(net, devices), torch.optim.Adam(net.parameters(), 0.05)
+    net = build_net().to(devices[0])
+    average = build_net().to(devices[0])
+    model = DataParallelModel(net, devices)
+    optimizer = torch.optim.Adam(net.parameters(), 0.05)
     seen = []
     for number, (x, y) in enumerate(random_batches(30)):
         # The second exchange is the way back.
@@ -145,8 +148,10 @@ def average_swapped_for_evaluation(devices):
 
 
 def clamped_critic(devices):
-    critic, generator = build_net(1).to(devices[0]), build_net(4).to(devices[0])
-    critic_of, generate = DataParallelModel(critic, devices), DataParallelModel(generator, devices)
+    critic = build_net(1).to(devices[0])
+    generator = build_net(4).to(devices[0])
+    critic_of = DataParallelModel(critic, devices)
+    generate = DataParallelModel(generator, devices)
     for_critic, for_generator = (
         torch.optim.RMSprop(net.parameters(), 0.03) for net in (critic, generator)
     )
@@ -169,7 +174,8 @@ def clamped_critic(devices):
 
 def write_between_two_forwards(devices):
     net = build_net().to(devices[0])
-    model, optimizer = DataParallelModel(net, devices), sgd(net)
+    model = DataParallelModel(net, devices)
+    optimizer = sgd(net)
     for x, y in random_batches(12):
         optimizer.zero_grad()
         first = mse(model(x), y)
@@ -184,7 +190,8 @@ def write_between_two_forwards(devices):
 
 def views_kept_over_steps(devices):
     net = build_net().to(devices[0])
-    model, optimizer = DataParallelModel(net, devices), sgd(net)
+    model = DataParallelModel(net, devices)
+    optimizer = sgd(net)
     model(torch.randn(ROWS, 4))
     views = [parameter.data.view(-1) for parameter in net.parameters()]
     for x, y in random_batches(12):
@@ -201,10 +208,8 @@ def clamped_criterion(devices):
     net = build_net().to(devices[0])
     torch.manual_seed(2)
     head = Head().to(devices[0])
-    model, criterion = (
-        DataParallelModel(net, devices),
-        DataParallelCriterion(head, weight=lambda x, y: x.size(0)),
-    )
+    model = DataParallelModel(net, devices)
+    criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
     optimizer = sgd(net, head)
     for x, y in random_batches(12):
         optimizer.zero_grad()
@@ -237,7 +242,8 @@ class Momentum(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.query, self.key = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.query = nn.Linear(4, 3)
+        self.key = nn.Linear(4, 3)
 
     def forward(self, x):
         with torch.no_grad():
@@ -248,7 +254,8 @@ class Momentum(nn.Module):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_forward_that_writes_parameters_runs_once_per_device(frozen, enabled):
-    x, expected = torch.randn(6, 4), Momentum()
+    x = torch.randn(6, 4)
+    expected = Momentum()
     output = expected(x)
     with simulate(2), torch.set_grad_enabled(enabled):
         for devices in (["sim:0", "sim:1"], ["cpu", "sim:1"]):

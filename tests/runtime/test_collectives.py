@@ -13,7 +13,8 @@ from balanced_parallel.runtime import collectives
 from balanced_parallel.runtime.collectives import compare_ranks
 from balanced_parallel.strategies.launch import end_process_group
 
-SIZES, WHOLE = [1, 0, 4], torch.arange(10.0, dtype=torch.float64).view(5, 2)
+SIZES = [1, 0, 4]
+WHOLE = torch.arange(10.0, dtype=torch.float64).view(5, 2)
 NAMES = [["a"], [], ["b", "c", "d", "e"]]
 
 

@@ -37,7 +37,8 @@ def test_equal_shards_draw_different_numbers_that_follow_the_seed(devices):
         plain = nn.Dropout()(torch.ones(6 // len(devices), 64, device=devices[0])).cpu()
         torch.manual_seed(5)
         model = DataParallelModel(nn.Dropout(), devices)
-        first, second = masks(model), masks(model)
+        first = masks(model)
+        second = masks(model)
         assert first[0].equal(plain)
         assert not any(
             one.equal(other) for one, other in itertools.combinations([*first, *second], 2)
@@ -72,10 +73,8 @@ def test_states_that_were_set_stay():
         torch.manual_seed(5)
         model = DataParallelModel(nn.Dropout())
         masks(model)
-        states, of_cpu = (
-            [torch.sim.get_rng_state(index) for index in range(3)],
-            torch.get_rng_state(),
-        )
+        states = [torch.sim.get_rng_state(index) for index in range(3)]
+        of_cpu = torch.get_rng_state()
         expected = masks(model)
         torch.manual_seed(9)
         for index, state in enumerate(states):
@@ -105,7 +104,8 @@ def test_the_generator_of_the_cpu_stays():
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
-        self.drop, self.use_reentrant = nn.Dropout(), use_reentrant
+        self.drop = nn.Dropout()
+        self.use_reentrant = use_reentrant
 
     def forward(self, x):
         return checkpoint(self.drop, x, use_reentrant=self.use_reentrant)
@@ -128,7 +128,8 @@ def test_activation_checkpointing_draws_the_same_numbers_again(devices, use_reen
 class Mixing(nn.Module):
     def __init__(self):
         super().__init__()
-        self.drop, self.norm = nn.Dropout(), nn.BatchNorm1d(64)
+        self.drop = nn.Dropout()
+        self.norm = nn.BatchNorm1d(64)
 
     def forward(self, x):
         return self.drop(self.norm(self.drop(x)) + 1)
@@ -199,7 +200,9 @@ class Drawing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.drop, self.masks = nn.Linear(64, 64), nn.Dropout(), []
+        self.linear = nn.Linear(64, 64)
+        self.drop = nn.Dropout()
+        self.masks = []
 
     def forward(self, x):
         if x.isnan().any():

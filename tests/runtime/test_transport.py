@@ -119,7 +119,8 @@ def test_values_of_every_dtype_are_copied_bit_by_bit(calls, dtype, sizes):
 def test_gpus_and_the_cpu_use_copies():
     with simulate(1) as cluster:
         tensors = [torch.ones(4, device="sim:0"), torch.ones(4)]
-        output, other = torch.empty(4), torch.empty(4, device="sim:0")
+        output = torch.empty(4)
+        other = torch.empty(4, device="sim:0")
         transport.reduce(tensors, output)
         transport.reduce(tensors, other)
         assert output.tolist() == other.tolist() == [2] * 4

@@ -72,7 +72,8 @@ def bytes_of_forward(cluster, net, inputs):
 
 def test_a_selective_checkpoint_keeps_more_than_a_plain_one_and_less_than_none():
     with simulate(1) as cluster:
-        net, inputs = LanguageModel(dropout=0.1).to("sim:0"), tokens(8).to("sim:0")
+        net = LanguageModel(dropout=0.1).to("sim:0")
+        inputs = tokens(8).to("sim:0")
         plain = bytes_of_forward(cluster, net, inputs)
         handle = savings.checkpoint_activations(net, selective=True)
         assert handle.parts == ("layers.0", "layers.1", "layers.2")
@@ -229,7 +230,8 @@ class Drawing(nn.Module):
 
     def __init__(self, host=False):
         super().__init__()
-        self.weight, self.host = nn.Parameter(torch.ones(64)), host
+        self.weight = nn.Parameter(torch.ones(64))
+        self.host = host
 
     def forward(self, x):
         y = nn.functional.dropout(x * self.weight, 0.2)
@@ -330,7 +332,8 @@ def test_spectral_norm_runs_again_with_the_weight_of_the_forward(double):
 def test_hooks_of_saved_tensors_do_not_get_what_a_selective_checkpoint_keeps():
     """Torch 2.15 warned of it."""
     packed = []
-    net, inputs = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True)
+    net = nn.Linear(4, 3)
+    inputs = torch.ones(2, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor
     ):
@@ -384,7 +387,8 @@ def test_generation_has_its_cache():
 
 
 def test_a_cache_with_earlier_tokens_is_refused():
-    net, cache = llama().train(), DynamicCache()
+    net = llama().train()
+    cache = DynamicCache()
     with torch.no_grad():
         net(BATCH["input_ids"][:, :5], past_key_values=cache)
     savings.checkpoint_activations(net, blocks=["model.layers.1"])

@@ -29,7 +29,8 @@ class Body(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.embedding, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, tokens):
         return torch.tanh(self.layer(self.embedding(tokens)))
@@ -189,7 +190,8 @@ def test_a_tied_head_is_updated_in_the_backward_by_hooks_of_its_parameter(double
     weights = []
     for in_backward in (False, True):
         torch.manual_seed(1)
-        net, head = nn.Embedding(11, 6), LinearCrossEntropy(6, 11)
+        net = nn.Embedding(11, 6)
+        head = LinearCrossEntropy(6, 11)
         head.linear.weight = net.weight  # both the first and the last layer
         optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
         if in_backward:
@@ -199,7 +201,8 @@ def test_a_tied_head_is_updated_in_the_backward_by_hooks_of_its_parameter(double
                 optimizer.zero_grad()
 
             net.weight.register_post_accumulate_grad_hook(update)
-        model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(head)
+        model = DataParallelModel(net, ["cpu"] * 2)
+        criterion = DataParallelCriterion(head)
         for _ in range(3):
             criterion(model(torch.arange(7)), torch.arange(1, 8)).backward()
             optimizer.step()

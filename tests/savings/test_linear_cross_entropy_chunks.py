@@ -55,8 +55,7 @@ def test_loss_and_gradients_equal_the_plain_layers(reduction, smoothing, weighte
     loss, gradients = compute(linear_cross_entropy, tensors, target, **settings)
     expected, expected_gradients = compute(plain, tensors, target, **settings)
     assert_close(loss, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
-    for one, other in zip(gradients, expected_gradients, strict=True):
-        assert_equal(one, other)
+    assert_equal(gradients, expected_gradients)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -163,10 +162,8 @@ def test_only_wanted_gradients_are_made(learns):
 def test_logits_of_all_rows_never_exist(monkeypatch):
     monkeypatch.setattr(chunked_cross_entropy, "rows_per_chunk", lambda features: 64)
     rows, classes, features = 1024, 2048, 32
-    hidden, weight = (
-        torch.randn(rows, features, requires_grad=True),
-        torch.randn(classes, features, requires_grad=True),
-    )
+    hidden = torch.randn(rows, features, requires_grad=True)
+    weight = torch.randn(classes, features, requires_grad=True)
     target = torch.randint(classes, (rows,))
     peaks = []
     for function, learns in (

@@ -130,7 +130,8 @@ def test_generation_is_as_before(name):
         "attention_mask": torch.ones_like(tokens),
     }
     expected = model(tokens).logits, model.eval().generate(tokens, **settings)
-    keys, signature = list(model.state_dict()), inspect.signature(model.forward)
+    keys = list(model.state_dict())
+    signature = inspect.signature(model.forward)
     replace_lm_head(model)
     assert_close(
         (model(tokens).logits, model.generate(tokens, **settings)), expected, rtol=0, atol=0
@@ -295,7 +296,8 @@ def test_models_of_peft_equal_the_plain_model(name, first):
     assert_same_gradients(gradients(model), expected)
     assert_close(model(tokens).logits, plain(tokens).logits, rtol=0, atol=0)
     with model.disable_adapter():  # the head is the original one
-        found, expected = model(tokens, labels=labels).loss, loss_of_logits(model, tokens, labels)
+        found = model(tokens, labels=labels).loss
+        expected = loss_of_logits(model, tokens, labels)
     assert abs(expected - loss) > 1e-7
     assert_equal(found, expected)
 

@@ -100,7 +100,8 @@ def test_activations_are_copied_once_and_parameters_never():
 
 def test_small_tensors_stay():
     with simulate(1) as cluster:
-        net, x = deep_net().to("sim:0"), torch.ones(1023, 256, device="sim:0")
+        net = deep_net().to("sim:0")
+        x = torch.ones(1023, 256, device="sim:0")
         with savings.offload_activations():
             net(x).sum().backward()
         assert not cluster.moved["sim:0", "cpu"]
@@ -125,7 +126,8 @@ def test_nothing_happens_on_the_cpu_and_without_a_graph():
 @released_at_once
 def test_memory_is_free_after_the_graph():
     with simulate(1) as cluster:
-        net, x = deep_net().to("sim:0"), torch.ones(1024, 256, device="sim:0")
+        net = deep_net().to("sim:0")
+        x = torch.ones(1024, 256, device="sim:0")
         before = cluster.live
         with OFFLOAD():
             loss = net(x).sum()
@@ -169,7 +171,8 @@ def test_double_backward_retained_graphs_and_parts_of_graphs(double, inside, str
     x = torch.randn(5, 256)
     expected = all_gradients(deep_net(), x, None)
     with simulate(1):
-        net, x = deep_net().to("sim:0"), x.to("sim:0")
+        net = deep_net().to("sim:0")
+        x = x.to("sim:0")
         if stream == "default":
             found = all_gradients(net, x, inside)
         else:
@@ -183,8 +186,10 @@ def test_double_backward_retained_graphs_and_parts_of_graphs(double, inside, str
 
 def test_use_on_two_streams(double):
     with simulate(1):
-        net, x = deep_net().to("sim:0"), torch.ones(4, 256, device="sim:0")
-        mine, other = torch.accelerator.current_stream(), torch.Stream("sim:0")
+        net = deep_net().to("sim:0")
+        x = torch.ones(4, 256, device="sim:0")
+        mine = torch.accelerator.current_stream()
+        other = torch.Stream("sim:0")
         with OFFLOAD():
             hidden = net[:8](x)
             other.wait_stream(mine)
@@ -204,10 +209,8 @@ def test_use_on_two_streams(double):
 @pytest.mark.parametrize("what", ["activation", "parameter", "small activation"])
 def test_writes_in_place_to_saved_tensors_raise_an_error(what):
     with simulate(1, strict=False):
-        linear, x = (
-            nn.Linear(64, 64).to("sim:0"),
-            torch.ones(64, 64, device="sim:0", requires_grad=True),
-        )
+        linear = nn.Linear(64, 64).to("sim:0")
+        x = torch.ones(64, 64, device="sim:0", requires_grad=True)
         with savings.offload_activations(min_bytes=MIB if what == "small activation" else 1):
             hidden = linear(x).tanh()
             loss = hidden.square().sum()
@@ -240,7 +243,8 @@ def test_the_memory_of_checkpointed_blocks_is_offloaded():
         ("both", True, OFFLOAD),
     ):
         with simulate(1) as cluster:
-            net, x = deep_net().to("sim:0"), torch.ones(1024, 256, device="sim:0")
+            net = deep_net().to("sim:0")
+            x = torch.ones(1024, 256, device="sim:0")
             if checkpointed:
                 savings.checkpoint_activations(net)
             before = cluster.live[0]

@@ -76,7 +76,8 @@ def assert_equal_states(first, second):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_and_state_are_those_of_the_plain_optimizer(name):
-    plain, net = make_net(), make_net()
+    plain = make_net()
+    net = make_net()
     reference = train(plain, OPTIMIZERS[name], batches())
     with simulate(2):
         devices = ["sim:0", "sim:1"]
@@ -150,7 +151,8 @@ def test_parameters_without_gradients_stay_and_written_ones_count():
 @pytest.mark.usefixtures("trace_in_this_process")
 def test_devices_hold_no_state_and_an_estimate_knows_it():
     torch.manual_seed(0)
-    net, batch = nn.Linear(1024, 1024), (torch.zeros(4, 1024), torch.zeros(4, 1024))
+    net = nn.Linear(1024, 1024)
+    batch = (torch.zeros(4, 1024), torch.zeros(4, 1024))
     estimate = memory.estimate(
         net, nn.MSELoss(), *batch, device_kind="sim", savings="offload_optimizer"
     )
@@ -162,7 +164,8 @@ def test_devices_hold_no_state_and_an_estimate_knows_it():
         == 0
     )
     with simulate(1) as cluster:
-        model, criterion = DataParallelModel(net.to("sim:0")), DataParallelCriterion(nn.MSELoss())
+        model = DataParallelModel(net.to("sim:0"))
+        criterion = DataParallelCriterion(nn.MSELoss())
         step = TrainStep(model, criterion, torch.optim.AdamW(net.parameters()))
         savings.offload_optimizer(step.optimizer)
         for _ in range(2):

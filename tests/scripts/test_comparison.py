@@ -55,7 +55,8 @@ def test_a_simulation_prints_one_line_for_each_configuration_and_no_table(tmp_pa
     done = run(
         "--simulate", 2, "--task", "digits", "--steps", 2, "--precision", "bf16", "--out", tmp_path
     )
-    output, errors = done.stdout, done.stderr.splitlines()
+    output = done.stdout
+    errors = done.stderr.splitlines()
     assert [line.partition(": loss")[0] for line in errors if line.startswith("step ")] == [
         "step 1/2",
         "step 2/2",

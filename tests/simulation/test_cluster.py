@@ -122,7 +122,8 @@ def test_the_end_of_the_block_removes_patches_hooks_and_devices():
     net = nn.Linear(2, 2)
     with simulate(1):
         pass  # makes the changes that torch cannot undo
-    modules, state = set(sys.modules), state_of_torch()
+    modules = set(sys.modules)
+    state = state_of_torch()
     with simulate(2):
         torch.rand(3, device="sim:1")
         assert nn.DataParallel(net.to("sim:0"))(torch.ones(2, 2)).shape == (2, 2)

@@ -241,7 +241,8 @@ def test_a_long_run_keeps_the_last_waits_and_counts_all(monkeypatch):
     monkeypatch.setattr(module, "MAX_WAITS", 5)
     with simulate(1) as cluster:
         parameter = torch.ones(4, device="sim:0", requires_grad=True)
-        layer, optimizer = nn.Flatten(0), torch.optim.SGD([parameter], lr=0.1)
+        layer = nn.Flatten(0)
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
         for _ in range(6):
             layer(parameter).sum().backward()
             optimizer.step()

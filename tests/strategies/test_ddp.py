@@ -181,10 +181,8 @@ class Words(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.last = (
-            nn.Embedding(11, 4, sparse=True).double(),
-            nn.Linear(4, CLASSES).double(),
-        )
+        self.embedding = nn.Embedding(11, 4, sparse=True).double()
+        self.last = nn.Linear(4, CLASSES).double()
 
     def forward(self, inputs):
         return self.last(self.embedding(inputs).mean(1))
@@ -287,7 +285,8 @@ def check_loop(rank, first_is_empty, method):
     steps = [True, False, True] if first_is_empty else [False, True, True]
     for number, is_empty in enumerate(steps):
         torch.manual_seed(10 + number)
-        x, targets = torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(2, (6,))
+        x = torch.randn(6, 2, 4, 4, dtype=torch.float64)
+        targets = torch.randint(2, (6,))
         mine = slice(6, 6) if is_empty and rank else slice(0, 6)
         outputs = (
             model.call(method, x[mine])
@@ -337,7 +336,8 @@ class Changing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 6)
 
     def forward(self, inputs):
         hidden = self.first(inputs)
@@ -361,7 +361,8 @@ def check_exchanges(rank):
     model, criterion = parallelize(net, nn.MSELoss())
     assert not model.find_unused_parameters  # torch would warn of it
     step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
-    inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
+    inputs = torch.randn(4, 4)
+    targets = torch.randn(4, 6)
 
     def update_by_hand():
         with by_hand.no_sync():
@@ -394,7 +395,8 @@ def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
     optimizer = sgd(model, weight_decay=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
     by_hand = sgd(plain, weight_decay=0.1)
-    inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
+    inputs = torch.randn(4, 4)
+    targets = torch.randn(4, 6)
 
     def loop():
         optimizer.zero_grad()
@@ -412,5 +414,6 @@ def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
         by_hand.zero_grad()
         nn.functional.mse_loss(plain(inputs), targets).backward()
         by_hand.step()
-        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            list(net.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-12
+        )

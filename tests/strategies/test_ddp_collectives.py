@@ -21,7 +21,8 @@ class Centred(nn.Module):
 
     def forward(self, inputs):
         output = self.layer(inputs)
-        total, count = output.sum(0), output.new_tensor(float(len(output)))
+        total = output.sum(0)
+        count = output.new_tensor(float(len(output)))
         if dist.is_initialized() and self.training:
             total, count = (
                 torch.distributed.nn.functional.all_reduce(part) for part in (total, count)
@@ -37,7 +38,8 @@ def test_own_collective_of_a_module_is_told_and_a_rank_without_rows_is_refused(r
     model, criterion = parallelize(net, nn.MSELoss(), strategy="ddp")
     step = TrainStep(model, criterion, sgd(model), micro_batch_size=3)
     optimizer = sgd(plain)
-    inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 3).double()
+    inputs = torch.randn(6, 4).double()
+    targets = torch.randn(6, 3).double()
     mine = slice(0, 3) if rank == 0 else slice(3, 6)
     with pytest.warns(
         UserWarning,

@@ -25,7 +25,8 @@ from balanced_parallel.strategies import ranks
 
 @on_ranks(2)
 def test_gradients_of_unregistered_parameters_raise_an_error(rank):
-    inputs, targets = torch.randn(4, 4, dtype=torch.float64), class_targets(4)
+    inputs = torch.randn(4, 4, dtype=torch.float64)
+    targets = class_targets(4)
     for way in WAYS:
         module = Chosen()
         module.first.requires_grad_(False)
@@ -89,7 +90,9 @@ def test_gradients_of_parameters_without_an_optimizer_are_exact(rank):
 
 def test_parameter_captured_by_the_criterion_gets_an_exact_gradient(double):
     """The criterion is a function that learns a parameter of its own, which no reducer knows. One device: nothing to reduce."""
-    inputs, targets, net = torch.randn(7, 4), torch.rand(7, 5), build_net()
+    inputs = torch.randn(7, 4)
+    targets = torch.rand(7, 5)
+    net = build_net()
     scale = nn.Parameter(torch.tensor(2.0))
 
     def criterion(output, target):
@@ -128,10 +131,8 @@ class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.scale = (
-            nn.Linear(4, 6).double(),
-            nn.Parameter(torch.full((6,), 2.0, dtype=torch.float64)),
-        )
+        self.layer = nn.Linear(4, 6).double()
+        self.scale = nn.Parameter(torch.full((6,), 2.0, dtype=torch.float64))
 
     def forward(self, inputs):
         hidden = self.layer(inputs)
@@ -141,7 +142,8 @@ class Scaled(nn.Module):
 @on_ranks(2)
 def test_parameters_that_are_reached_without_a_gradient_have_none(rank):
     torch.manual_seed(1)
-    inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    targets = torch.randn(6, 6, dtype=torch.float64)
     for way in WAYS:
         plain, (model, update) = Scaled(), make_update(way, Scaled(), nn.MSELoss())
         for learners in ([], [0], [], [0, 1], []):
@@ -161,7 +163,8 @@ def test_parameters_that_are_reached_without_a_gradient_have_none(rank):
 @on_ranks(2)
 def test_first_backward_may_fail_anywhere(rank, place, frozen):
     """The first backward fails on one rank, before it has reached a parameter, at one of them, or behind it."""
-    plain, net = build_net(), build_net()
+    plain = build_net()
+    net = build_net()
     model, criterion = parallelize(net, nn.CrossEntropyLoss())
     for module in (plain, net):
         module[0].weight.requires_grad_(not frozen)
@@ -182,7 +185,8 @@ def test_first_backward_may_fail_anywhere(rank, place, frozen):
             lambda *of: of[2].requires_grad and of[2].register_hook(fail) and None
         )
     step = TrainStep(model, criterion, sgd(model, lr=0.0))
-    inputs, targets = torch.randn(5, 4), class_targets(5)
+    inputs = torch.randn(5, 4)
+    targets = class_targets(5)
     with pytest.raises(
         (ValueError, RuntimeError), match="this rank fails" if rank == 0 else "1 of 2 ranks failed"
     ):
@@ -196,7 +200,8 @@ def test_first_backward_may_fail_anywhere(rank, place, frozen):
 @on_ranks(2)
 def test_parameters_have_no_hooks(rank):
     """A hook that is removed leaves an empty dictionary, which each backward asks: it would take 4 % of a small one."""
-    inputs, targets = torch.randn(5, 4), class_targets(5)
+    inputs = torch.randn(5, 4)
+    targets = class_targets(5)
     for way in WAYS:
         model, update = make_update(way, build_net(), nn.CrossEntropyLoss())
         for _ in range(2):
@@ -210,7 +215,8 @@ def test_parameters_have_no_hooks(rank):
 def test_gradients_do_not_depend_on_the_previous_update(rank):
     """Gradients are divided as they are made, by about what the window before weighed. That must not show in any bit."""
     torch.manual_seed(0)
-    inputs, targets = torch.randn(32, 4), class_targets(32, 7)
+    inputs = torch.randn(32, 4)
+    targets = class_targets(32, 7)
     model, criterion = parallelize(build_net().float(), torch.nn.CrossEntropyLoss())
     found = []
     for before, rows in ((None, 11), (3, 11), (11, 11), (20, 11), (None, 16), (16, 16)):
@@ -232,7 +238,8 @@ def test_gradients_do_not_depend_on_the_previous_update(rank):
 
 def check_chosen(rank):
     torch.manual_seed(1)
-    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    targets = class_targets(6)
     halves = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
     for way in WAYS:
         plain, (model, update) = Chosen(), make_update(way, Chosen(), nn.CrossEntropyLoss())
@@ -257,7 +264,8 @@ def test_unused_parameters_may_differ_between_ranks_and_steps(monkeypatch, debug
 def test_second_loss_may_use_parameters_that_the_criterion_does_not_use(rank):
     """A loss of the user's own beside the criterion's, over parameters that the criterion's leaves out, as it does others."""
     torch.manual_seed(1)
-    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    targets = class_targets(6)
     model, criterion = parallelize(Chosen(), nn.CrossEntropyLoss())
     for _ in range(3):
         model.zero_grad()

@@ -142,7 +142,8 @@ def test_number_of_ranks_changes_at_a_restart(undisturbed, text, tmp_path):
     try:
         wait_for_listener(port)  # the first has the store
         hosts.append(subprocess.Popen(whole, stderr=subprocess.DEVNULL))
-        deadline, folder = time.monotonic() + 100, tmp_path / "faults"
+        deadline = time.monotonic() + 100
+        folder = tmp_path / "faults"
         while not folder.exists() or not (
             hanging := "".join(path.read_text() for path in folder.iterdir())
         ):

@@ -45,7 +45,8 @@ def my_rows(batch, rank, dim=0):
 class TwoTowers(nn.Module):
     def __init__(self):
         super().__init__()
-        self.image, self.text = build_net(), build_net()
+        self.image = build_net()
+        self.text = build_net()
 
     def encode_image(self, x, scale):
         return self.image(x) * scale.sum()
@@ -58,7 +59,9 @@ class TwoTowers(nn.Module):
 def test_gradients_of_a_method_besides_forward_are_reduced(rank):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    x, target, scale = torch.randn(4, 4), torch.randn(4, 5), torch.rand(3)
+    x = torch.randn(4, 4)
+    target = torch.randn(4, 5)
+    scale = torch.rand(3)
     module = TwoTowers()
     loss = F.mse_loss(module.encode_image(x, scale), target)
     loss.backward()
@@ -96,7 +99,8 @@ def test_frozen_module_without_a_criterion_is_not_wrapped_in_ddp(rank):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x = torch.randn(4, 4)
-    student, teacher = build_net(), build_net().requires_grad_(False)
+    student = build_net()
+    teacher = build_net().requires_grad_(False)
     loss = F.mse_loss(student(x), teacher(x * 2))
     loss.backward()
     expected = gradients(student)
@@ -153,7 +157,8 @@ LOSSES = {
 @on_ranks(2)
 def test_gradients_of_custom_losses_are_reduced(rank):
     torch.manual_seed(1)
-    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    targets = class_targets(6)
     mine = slice(0, 2) if rank == 0 else slice(2, None)
     _, expected = plain_program(Chosen(), nn.CrossEntropyLoss(), inputs, targets)
     for loss_of in LOSSES.values():
@@ -188,7 +193,9 @@ def metric_of_the_page():
 
 def batches():
     torch.manual_seed(0)
-    net, x, targets = build_net(), torch.randn(6, 4), class_targets(6)
+    net = build_net()
+    x = torch.randn(6, 4)
+    targets = class_targets(6)
     predictions = net(x).argmax(1)
     return (
         net,
@@ -205,17 +212,17 @@ def classes(output):
 def test_metrics_count_every_row_once(rank):
     net, whole, expected = batches()
     model, _ = parallelize(net, nn.CrossEntropyLoss())
-    reducing, gathered, twice = (
-        metric_of_the_page(),
-        torch.zeros(2, dtype=torch.long),
-        metric_of_the_page(),
-    )
+    reducing = metric_of_the_page()
+    gathered = torch.zeros(2, dtype=torch.long)
+    twice = metric_of_the_page()
     with torch.no_grad():
         for (x, targets), sizes in zip(whole, METRIC_SIZES, strict=True):
-            x, targets = x.split(sizes)[rank], targets.split(sizes)[rank]
+            x = x.split(sizes)[rank]
+            targets = targets.split(sizes)[rank]
             outputs = model(x).map(classes)
             reducing.update(outputs.on(targets.device), targets)
-            predictions, labels = gather(outputs), gather([targets])
+            predictions = gather(outputs)
+            labels = gather([targets])
             gathered += torch.stack([(predictions == labels).sum(), torch.tensor(len(labels))])
             twice.update(predictions, labels)
     assert reducing.compute().tolist() == gathered.tolist() == expected
@@ -226,7 +233,8 @@ def test_metrics_count_every_row_once(rank):
 @pytest.mark.parametrize("devices", [1, 3])
 def test_the_same_lines_count_every_row_in_one_process(devices):
     net, whole, expected = batches()
-    model, metric = DataParallelModel(net, ["cpu"] * devices), metric_of_the_page()
+    model = DataParallelModel(net, ["cpu"] * devices)
+    metric = metric_of_the_page()
     for x, targets in whole:
         metric.update(model(x).map(classes).on(targets.device), targets)
     assert metric.compute().tolist() == expected
@@ -305,7 +313,8 @@ def register_parameter(net):
 @on_ranks(2)
 def test_parameters_that_came_after_parallelize_are_refused_in_a_loop_by_hand(rank, strategy):
     """Their gradients were not reduced, and the ranks drifted apart."""
-    x, target = torch.randn(2, 4), class_targets(2)
+    x = torch.randn(2, 4)
+    target = class_targets(2)
     for change in (replace_head, add_adapter, register_parameter):
         net = build_net()
         model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy=strategy)

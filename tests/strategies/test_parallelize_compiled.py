@@ -18,7 +18,8 @@ def check_ragged(rank, strategy, way, micro_batch_size):
     torch._dynamo.reset()
     torch.set_default_dtype(torch.float64)
     try:
-        net, graphs = build(), Graphs()
+        net = build()
+        graphs = Graphs()
         module = (
             torch.compile(net, backend=graphs, dynamic=True)
             if way == "torch.compile(module)"

@@ -31,17 +31,17 @@ def build():
 
 def train(place, mesh, strategy):
     """Returns the losses and parameters of updates by TrainStep and by hand, with uneven rows, dropout and batch norm."""
-    module, sizes = build() if strategy == "ddp" else Language(0.5).double(), [6, 4]
+    module = build() if strategy == "ddp" else Language(0.5).double()
+    sizes = [6, 4]
     model, criterion = parallelize(module, nn.CrossEntropyLoss(), strategy=strategy, mesh=mesh)
     optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=3, max_grad_norm=1.0)
     inputs, targets = language_batch(10)
     if strategy == "ddp":
-        inputs, targets = (
-            torch.nn.functional.one_hot(inputs[:, 0] % 4, 4).double(),
-            targets[:, 0] % 5,
-        )
-    inputs, targets = inputs.split(sizes)[place], targets.split(sizes)[place]
+        inputs = torch.nn.functional.one_hot(inputs[:, 0] % 4, 4).double()
+        targets = targets[:, 0] % 5
+    inputs = inputs.split(sizes)[place]
+    targets = targets.split(sizes)[place]
     losses = [step(inputs, targets).item() for _ in range(3)]
     for _ in range(2):
         optimizer.zero_grad()

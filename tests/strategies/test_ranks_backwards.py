@@ -76,7 +76,8 @@ def adaptive_weight(model, loss, x, other, y):
     """The weight of a second loss is a ratio of gradients of the last layer, as in VQGAN."""
     last = parameters_of(model)[-2:]
     output = model(x)
-    first, second = loss(output, y), loss(output, 2 * y)
+    first = loss(output, y)
+    second = loss(output, 2 * y)
     slopes = [torch.autograd.grad(each, last, retain_graph=True) for each in (first, second)]
     weight = slopes[0][0].norm() / slopes[1][0].norm()
     (first + weight * second).backward()
@@ -162,8 +163,7 @@ def test_each_backward_equals_the_plain_program(rank, way, strategy, sizes):
     expected = way(plain, F.mse_loss, *tensors)
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
     results = way(model, criterion, *(tensor.split(sizes)[rank] for tensor in tensors))
-    for result, value in zip(results or (), expected or (), strict=True):
-        assert_close(result, value, rtol=1e-10, atol=1e-12)
+    assert_close(results or (), expected or (), rtol=1e-10, atol=1e-12)
     assert_same_gradients(whole_gradients(model.module), gradients(plain))
 
 
@@ -202,7 +202,8 @@ def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, i
     step = parallel_step(copy.deepcopy(plain), devices=["cpu"], strategy="ddp", micro_batch_size=2)
     optimizer = sgd(plain)
     for rows in (7, 5, 1):
-        inputs, targets = torch.randn(rows, 4).double(), torch.randint(3, (rows,))
+        inputs = torch.randn(rows, 4).double()
+        targets = torch.randint(3, (rows,))
         part = slice(0, (rows + 1) // 2) if rank == 0 else slice((rows + 1) // 2, rows)
         attacked = inputs[part].clone().requires_grad_()
         output = step.model(attacked).gather(ranks=False)
@@ -219,7 +220,8 @@ def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, i
 class Adapted(nn.Module):
     def __init__(self):
         super().__init__()
-        self.base, self.adapter = nn.Linear(4, 5).requires_grad_(False), nn.Linear(4, 5)
+        self.base = nn.Linear(4, 5).requires_grad_(False)
+        self.adapter = nn.Linear(4, 5)
 
     def forward(self, inputs):
         return self.second(inputs)
@@ -230,10 +232,12 @@ class Adapted(nn.Module):
 
 @on_ranks(2)
 def test_outputs_past_the_model_raise_an_error(rank):
-    inputs, targets = torch.randn(3, 4), torch.randint(5, (3,))
+    inputs = torch.randn(3, 4)
+    targets = torch.randint(5, (3,))
     net = Adapted()
     parallelize(net.adapter, nn.CrossEntropyLoss(), ["cpu"], strategy="ddp")
-    outputs, criterion = net(inputs), DataParallelCriterion(nn.CrossEntropyLoss())
+    outputs = net(inputs)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     for call in (
         lambda: criterion([outputs], targets),
         lambda: weighted_mean([outputs.sum()], [3]),
@@ -262,7 +266,8 @@ class Scaled(nn.PReLU):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(rank, strategy):
-    inputs, targets = torch.randn(3, 4).double(), torch.randn(3, 5).double()
+    inputs = torch.randn(3, 4).double()
+    targets = torch.randn(3, 5).double()
     model = parallelize(build(), None, ["cpu"], strategy=strategy)
     with pytest.raises(
         ValueError,

@@ -127,7 +127,9 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
         max_grad_norm=1.0,
     )
     values, errors = [], []
-    begin, check, run = Update.dropped_by_errors, Settings.check, ParameterUpdate.run
+    begin = Update.dropped_by_errors
+    check = Settings.check
+    run = ParameterUpdate.run
     share = RankModel.share_buffers
 
     def begun(self):

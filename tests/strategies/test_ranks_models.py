@@ -23,7 +23,8 @@ class Chosen(nn.Module):
 
     def __init__(self, seed):
         super().__init__()
-        self.first, self.second = net(seed), net(seed + 1)
+        self.first = net(seed)
+        self.second = net(seed + 1)
 
     def forward(self, left, right=None):
         return self.first(left), self.second(left.detach() if right is None else right.detach())

@@ -36,7 +36,9 @@ class Partly(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net, self.never, self.sometimes = build_net(), nn.Linear(2, 2), nn.Linear(5, 5)
+        self.net = build_net()
+        self.never = nn.Linear(2, 2)
+        self.sometimes = nn.Linear(5, 5)
         self.register_buffer("forwards", torch.zeros(()))
 
     def forward(self, inputs):
@@ -64,7 +66,8 @@ def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program(ran
     for number, window in enumerate(windows):
         sizes = [size for mine in window for size in mine]
         torch.manual_seed(number)
-        inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes), ignored=1)
+        inputs = torch.randn(sum(sizes), 4)
+        targets = class_targets(sum(sizes), ignored=1)
         optimizer.zero_grad()
         total = sum(
             nn.functional.cross_entropy(plain(some), labels, reduction="sum")
@@ -136,10 +139,12 @@ def build_with_batch_norm():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank, strategy):
-    plain, net = build_with_batch_norm(), convert_sync_batchnorm(build_with_batch_norm())
+    plain = build_with_batch_norm()
+    net = convert_sync_batchnorm(build_with_batch_norm())
     step = parallel_step(net, strategy=strategy, lr=0.0, micro_batch_size=2)
     torch.manual_seed(1)
-    inputs, targets = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    inputs = torch.randn(4, 4, dtype=torch.float64)
+    targets = torch.tensor([0, 1, 2, 3])
     mine = slice(0, 4) if rank == 0 else slice(0, 0)
     for _ in range(3):  # gradients are in the buckets of the reducer from the second one on
         step(inputs[mine], targets[mine])
@@ -171,7 +176,8 @@ def waits_of_a_step(rank, strategy, place, precision, weights=None, rows=(5, 3))
         inputs = torch.randn(rows[rank], 4, dtype=torch.float32).pin_memory()
         targets = class_targets(rows[rank], ignored=1).pin_memory()
         if place == "device":
-            inputs, targets = inputs.to(cluster.devices[rank]), targets.to(cluster.devices[rank])
+            inputs = inputs.to(cluster.devices[rank])
+            targets = targets.to(cluster.devices[rank])
         for _ in range(2):  # the row that runs without rows is moved once
             step(inputs, targets)
         before = len(cluster.waits)

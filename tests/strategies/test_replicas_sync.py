@@ -17,10 +17,12 @@ def test_a_training_step_moves_only_the_batch_parameters_gradients_and_scalars()
     """Outputs (6 MB) stay on their devices."""
     with simulate(3) as cluster:
         net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1000)).to("sim:0")
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         optimizer = torch.optim.Adam(net.parameters())
         size = sum(parameter.nbytes for parameter in net.parameters())
-        inputs, targets = torch.randn(1500, 32), torch.randint(1000, (1500,))
+        inputs = torch.randn(1500, 32)
+        targets = torch.randint(1000, (1500,))
         for _ in range(2):
             before = cluster.moved
             loss = criterion(model(inputs), targets)

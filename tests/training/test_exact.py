@@ -188,7 +188,8 @@ class Failing(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.drop = build_net(), nn.Dropout(0.3)
+        self.net = build_net()
+        self.drop = nn.Dropout(0.3)
         self.left, self.error = [0], RuntimeError("injected")  # A number would be put back.
 
     def forward(self, x):
@@ -359,7 +360,8 @@ def pairs(output, labels):
 
 
 def centred(output, labels):
-    total, count = sum_over_rows(output.sum(0)), sum_over_rows(torch.tensor(float(len(output))))
+    total = sum_over_rows(output.sum(0))
+    count = sum_over_rows(torch.tensor(float(len(output))))
     return F.cross_entropy(output - total / count, labels)
 
 
@@ -460,7 +462,8 @@ def test_rows_added_between_groups_are_refused(sizes):
 
 def test_a_parameter_of_model_and_criterion_on_several_devices_is_refused():
     with simulate(2):
-        net, head = build_net().to("sim:0"), nn.Linear(5, 5, bias=False)
+        net = build_net().to("sim:0")
+        head = nn.Linear(5, 5, bias=False)
         head.weight = net[2].bias
         criterion = DataParallelCriterion(nn.Sequential(head), weight=count_labels)
         with pytest.raises(ValueError, match="that model and criterion share on several devices"):

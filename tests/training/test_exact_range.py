@@ -67,7 +67,8 @@ def test_small_elements_beside_large_ones_are_trained(dtype, scales):
 def test_an_element_has_twelve_bits_at_least():
     exponents = torch.arange(0, -1000, -1, dtype=torch.float64)
     for gradient in (1.5 * 2.0**exponents, 1.99999 * 2.0**exponents):
-        total, result = exact.ExactSum(), torch.zeros_like(gradient)
+        total = exact.ExactSum()
+        result = torch.zeros_like(gradient)
         total.add(gradient, *exact.magnitudes_of([gradient])[0])
         total.write(result)
         assert_close(result, gradient, rtol=2.0**-11, atol=0)
@@ -135,7 +136,8 @@ def test_a_rank_without_rows_in_the_first_update_of_fp16_updates_too():
 class Writing(nn.Module):
     def __init__(self, write):
         super().__init__()
-        self.layer, self.write = nn.Linear(4, 5), write
+        self.layer = nn.Linear(4, 5)
+        self.write = write
         self.register_buffer("mean", torch.zeros(5))
         self.register_buffer("later", None)
 

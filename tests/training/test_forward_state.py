@@ -19,7 +19,9 @@ class Counting(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.forwards, self.temperature = nn.Linear(4, 3), 0, 2.0
+        self.layer = nn.Linear(4, 3)
+        self.forwards = 0
+        self.temperature = 2.0
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("scale", torch.ones(2))
 
@@ -69,7 +71,8 @@ class Cached(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.rows = nn.Linear(4, 3), 0
+        self.layer = nn.Linear(4, 3)
+        self.rows = 0
         self.register_buffer("cache", None)
         self.register_buffer("is_ready", torch.tensor(False))
 
@@ -156,7 +159,8 @@ def test_state_advances_once_per_update(kind, criterion, settings, method):
 
 def test_state_advances_once_on_devices_with_copies():
     torch.manual_seed(0)
-    net, criterion = Counting().double(), CRITERIA["annealed"]().double()
+    net = Counting().double()
+    criterion = CRITERIA["annealed"]().double()
     expected = trained_plainly(copy.deepcopy(net), copy.deepcopy(criterion.module))
     with simulate(3) as cluster:
         result = train(

@@ -58,7 +58,8 @@ class Run:
     def __init__(
         self, devices=None, *, rank=None, balanced=False, build=build_counting, **settings
     ):
-        self.rank, net = rank, build()
+        self.rank = rank
+        net = build()
         if devices is not None:
             net.to(devices[0])
         self.model, criterion = parallelize(
@@ -101,7 +102,8 @@ class Run:
 
 def check_faults(rank, ranks, balanced, precision, add, faults):
     """Whatever fails on one rank, the result is that of some micro-batch size from that step on, bit for bit."""
-    choose, seen = random.Random(0), set()
+    choose = random.Random(0)
+    seen = set()
     with simulate(2) as cluster:
         place = {"devices": cluster.devices} if ranks == 1 else {"rank": rank, "build": build}
 
@@ -161,7 +163,8 @@ def wide():
 def test_training_within_a_part_of_the_memory_has_the_losses_of_all_of_it(balanced, add):
     def run(rows=600):
         torch.manual_seed(0)
-        inputs, targets = torch.randn(rows, 4), class_targets(rows, ignored=rows // 12)
+        inputs = torch.randn(rows, 4)
+        targets = class_targets(rows, ignored=rows // 12)
         some = Run(["sim:0", "sim:1"], build=wide, balanced=balanced)
         for _ in range(3):
             if add:
@@ -197,12 +200,14 @@ def live_after(cluster, run):
 @released_at_once
 def test_nothing_of_the_failed_attempt_stays_in_memory():
     with simulate(2) as cluster:
-        run, undisturbed = Run(cluster.devices), Run(cluster.devices)
+        run = Run(cluster.devices)
+        undisturbed = Run(cluster.devices)
         for number in range(3):
             run.train(number)
         before = cluster.allocations
         run.train(3)
-        count, live = cluster.allocations - before, live_after(cluster, run)
+        count = cluster.allocations - before
+        live = live_after(cluster, run)
         for number in (count // 8, count // 3, count // 2):
             cluster.fail_allocation(number)
             run.step.micro_batch_size = None
@@ -219,7 +224,8 @@ DOES_NOT_FIT = r"one row per device does not fit: sim out of memory.* GPU 1 .* m
 def test_a_row_that_does_not_fit_is_an_error_that_changes_nothing(caplog):
     with simulate(2, memory=["1GiB", "16MiB"]):
         run = Run(["sim:0", "sim:1"], build=wide, micro_batch_size="auto")
-        inputs, targets = torch.randn(4, 2**12, 4), torch.zeros(4, CLASSES, dtype=torch.long)
+        inputs = torch.randn(4, 2**12, 4)
+        targets = torch.zeros(4, CLASSES, dtype=torch.long)
         before = [tensor.clone() for tensor in run.result()[1:]]
         with pytest.raises(torch.OutOfMemoryError, match=DOES_NOT_FIT):
             run.step((inputs,), targets)
@@ -297,7 +303,8 @@ def test_capacity_of_one_rank_decides_for_all(rank):
         with simulate(2, memory=memory):
             step = Run(rank=rank, build=wide).step
             torch.manual_seed(0)
-            inputs, targets = torch.randn(1000, 4), class_targets(1000, ignored=10)
+            inputs = torch.randn(1000, 4)
+            targets = class_targets(1000, ignored=10)
             losses.append(torch.stack([step(inputs, targets) for _ in range(3)]).cpu())
             size = step.micro_batch_size
     torch.testing.assert_close(*losses)

@@ -41,7 +41,8 @@ class Run:
 
     def train(self, number, mode=None):
         torch.manual_seed(100 + number)
-        inputs, targets = torch.randn(8, 4), class_targets(8, ignored=1)
+        inputs = torch.randn(8, 4)
+        targets = class_targets(8, ignored=1)
         parts = [(inputs[:5], targets[:5]), (inputs[5:], targets[5:])]
         torch.manual_seed(number)
         with mode or Failing():
@@ -96,7 +97,8 @@ CASES = [
 
 def disturbed(case, failed, mode):
     """Returns a run with a failure in one update, or None if its optimizer had begun: some parameters may have changed then."""
-    run, has_begun = Run(*case), []
+    run = Run(*case)
+    has_begun = []
     for number in range(UPDATES):
         if number != failed:
             run.train(number)
@@ -128,7 +130,8 @@ def test_a_failure_in_any_operator_leaves_the_run_of_some_micro_batch_size_or_of
         run = disturbed(case, failed, Failing(place, error))
         if run is None:
             break
-        size, result = run.step.micro_batch_size, run.result()
+        size = run.step.micro_batch_size
+        result = run.result()
         if size not in expected:
             expected[size] = undisturbed(case, failed, size)
         assert len(result) == len(expected[size]), place

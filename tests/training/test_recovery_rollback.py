@@ -273,10 +273,8 @@ def test_parameters_that_the_forward_writes_first_are_an_error():
     with pytest.raises(RuntimeError, match=WRITTEN):
         step(*make_batch())
     assert step(*make_batch()).isfinite()
-    two_passes, small_forwards = (
-        {"micro_batch_size": 2, "whole": True},
-        {"micro_batch_size": None, "reproducible": True},
-    )
+    two_passes = {"micro_batch_size": 2, "whole": True}
+    small_forwards = {"micro_batch_size": None, "reproducible": True}
     for settings in (two_passes, small_forwards):
         with pytest.raises(RuntimeError, match=WRITTEN):
             make_step(Momentum(), **settings)[0](*make_batch())

@@ -30,11 +30,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.lstm = nn.Embedding(20, 8, padding_idx=0), nn.LSTM(8, 8, 2, dropout=0.3)
-        self.attend, self.head = (
-            nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True),
-            nn.Linear(8, 5),
-        )
+        self.embed = nn.Embedding(20, 8, padding_idx=0)
+        self.lstm = nn.LSTM(8, 8, 2, dropout=0.3)
+        self.attend = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, 5)
         self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
 
     def forward(self, words):
@@ -95,8 +94,7 @@ def train(step, updates=2, add=None):
 
 
 def assert_equal(found, expected):
-    for one, other in zip(found[0], expected[0], strict=True):
-        assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
     assert torch.equal(found[1], expected[1])
 
 
@@ -137,7 +135,8 @@ class DrawsOnTheHost(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 5)
 
     def forward(self, x):
         def part(x):
@@ -207,8 +206,7 @@ RANKS = [*itertools.product([([5, 2], None), ([4, 3], 2), ([7, 0], 3)], ["ddp", 
 @pytest.mark.parametrize(("rows", "strategy"), slow_but(RANKS, RANKS[0], RANKS[3], RANKS[4]))
 def test_ranks_draw_the_numbers_of_one_device(rows, strategy, expected):
     first, second = run_ranks(2, train_on_rank, strategy, *rows)
-    for one, other in zip(first[0], expected[0], strict=True):
-        assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert_close(first[0], expected[0], rtol=1e-10, atol=1e-12)
     assert_close(second[0], first[0])
 
 
@@ -242,7 +240,8 @@ def test_kernels_are_those_of_torch_again_after_an_update_and_after_a_failure():
 
 
 def test_modules_in_evaluation_and_in_training_are_two_kinds():
-    step, other = make_step(), make_step(3)
+    step = make_step()
+    other = make_step(3)
     for each in (step, other):
         torch.manual_seed(2)
         each(*batch())
@@ -254,7 +253,8 @@ def test_modules_in_evaluation_and_in_training_are_two_kinds():
 class LayerDrop(nn.Module):
     def __init__(self, draws):
         super().__init__()
-        self.draws, self.linear = draws, nn.Linear(6, 5)
+        self.draws = draws
+        self.linear = nn.Linear(6, 5)
 
     def forward(self, x):
         self.draws(x)
@@ -339,7 +339,9 @@ class FailingNet(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.drop, self.head = nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(4, 3)
         self.left = [0]  # A number would be put back.
 
     def forward(self, x):
@@ -352,10 +354,12 @@ class FailingNet(nn.Module):
 
 def train_after_a_failure(fails_in, limit=None):
     """Returns the parameters and the next random number of a step, after one that has failed in a forward, and its notes."""
-    net, notes = FailingNet().double(), []
+    net = FailingNet().double()
+    notes = []
     step = make_step_of(net, nn.MSELoss(), devices=1, micro_batch_size=limit, reproducible=True)
     torch.manual_seed(1)
-    x, y = torch.randn(8, 4).double() + 3, torch.randn(8, 3).double()
+    x = torch.randn(8, 4).double() + 3
+    y = torch.randn(8, 3).double()
     if fails_in:
         net.left[0] = fails_in
         with pytest.raises(torch.OutOfMemoryError, match="injected") as caught:

@@ -49,7 +49,8 @@ def make_step(
 
 def train(step, rank, number=0, rows=5):
     torch.manual_seed(number)
-    inputs, targets = torch.randn(2 * rows, 4, dtype=torch.float64), class_targets(2 * rows)
+    inputs = torch.randn(2 * rows, 4, dtype=torch.float64)
+    targets = class_targets(2 * rows)
     mine = slice(0, rows) if rank == 0 else slice(rows, None)
     return step(inputs[mine], targets[mine])
 
@@ -154,7 +155,10 @@ def test_different_settings_raise_one_error_on_all_ranks(name):
 
 def check_equal(rank, strategy):
     """Counts the exchanges of three updates with settings that change on all ranks alike."""
-    gathered, summed, gather, add = [], [], collectives.gather_objects, collectives.sum_numbers
+    gathered = []
+    summed = []
+    gather = collectives.gather_objects
+    add = collectives.sum_numbers
     step = make_step(
         ADAM, strategy=strategy, micro_batch_size=2 + rank, max_grad_norm=1, schedule=1
     )
@@ -358,10 +362,8 @@ def check_alone(rank, name, updates, strategy):
     return message
 
 
-FIRST, LATER = (
-    ("weights", "nan", "buffers", "state", "p", "momentum", "eval", "frozen"),
-    ("lr", "group", "norm"),
-)
+FIRST = ("weights", "nan", "buffers", "state", "p", "momentum", "eval", "frozen")
+LATER = ("lr", "group", "norm")
 CASES = [
     *((name, 0, "ddp") for name in FIRST),
     *((name, 0, "fsdp") for name in ("buffers", "p", "eval")),
@@ -387,7 +389,8 @@ def test_groups_of_equal_sizes_with_other_parameters_are_refused(rank):
     step = make_layers()
     swap_groups(step)
     if rank:
-        bias, groups = step.model.module[0].bias, step.optimizer.param_groups
+        bias = step.model.module[0].bias
+        groups = step.optimizer.param_groups
         groups[0]["params"] = [bias]
         groups[1]["params"] = [
             parameter for parameter in step.model.parameters() if parameter is not bias

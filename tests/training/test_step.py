@@ -47,7 +47,8 @@ from balanced_parallel.batch.rows import Batch, Cut
 
 def test_bfloat16_and_float16_losses_are_close_to_float32():
     torch.manual_seed(3)
-    x, target = torch.randn(16, 4), class_targets(16)
+    x = torch.randn(16, 4)
+    target = class_targets(16)
     losses = {}
     for precision in ("fp32", "bf16", "fp16"):
         step = make_step(build_net(), micro_batch_size=3, precision=precision)
@@ -60,7 +61,9 @@ def test_bfloat16_and_float16_losses_are_close_to_float32():
 
 def test_step_on_one_device_is_bitwise_equal_to_the_plain_program():
     torch.manual_seed(0)
-    net, x, target = build_net().float(), torch.randn(11, 4), class_targets(11, 3)
+    net = build_net().float()
+    x = torch.randn(11, 4)
+    target = class_targets(11, 3)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     assert torch.equal(make_step(net, devices=1, lr=0.0)(x, target), loss)
     assert all(map(torch.equal, gradients(net), expected))
@@ -71,7 +74,8 @@ def test_replica_that_uses_no_parameter_equals_the_plain_program(double):
         def forward(self, x):
             return super().forward(x) if x[0, 0] == 0 else torch.ones(len(x), 5)
 
-    net, target = Sometimes(build_net()), class_targets(9)
+    net = Sometimes(build_net())
+    target = class_targets(9)
     x = torch.cat([torch.zeros(3, 4), torch.ones(6, 4)])
     loss = (
         F.cross_entropy(net(x[:3]), target[:3], reduction="sum") + 6 * torch.tensor(5.0).log()
@@ -129,7 +133,8 @@ def test_gradient_scaler_requires_fp16():
 
 @pytest.mark.parametrize("targets", [(), ((),)], ids=["omitted", "empty"])
 def test_a_criterion_without_targets_is_called_with_the_output_alone(targets):
-    net, inputs = nn.Linear(4, 3), torch.randn(7, 4)
+    net = nn.Linear(4, 3)
+    inputs = torch.randn(7, 4)
     criterion = DataParallelCriterion(lambda output: output.square().mean(), weight="rows")
     step = make_step(net, criterion, lr=0.0, micro_batch_size=1)
     assert_close(step(inputs, *targets), net(inputs).square().mean().detach())
@@ -152,7 +157,8 @@ def check_copied(rank, ranks, name, whole, precision):
     mine = rows_of(rank, ranks)
 
     def make():
-        net, devices = build_net(), ["cpu"] * 3 if ranks == 1 else None
+        net = build_net()
+        devices = ["cpu"] * 3 if ranks == 1 else None
         model, criterion = parallelize(
             net, nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5)), devices
         )
@@ -198,7 +204,8 @@ def test_copies_of_a_step_train_like_the_original(ranks, whole, duplicate, preci
 def test_copy_of_a_step_does_not_share_the_accumulation(double, micro_batch_size, duplicate):
     net = build_net()
     step = DUPLICATES[duplicate](make_step(net, lr=0.0, micro_batch_size=micro_batch_size))
-    first, second = batch(0), batch(1)
+    first = batch(0)
+    second = batch(1)
     step.add(*first)
     copied = DUPLICATES[duplicate](step)
     for one, (inputs, targets) in ((copied, second), (step, first)):
@@ -367,7 +374,9 @@ def test_failed_step_can_be_repeated_on_ranks(fail, precision, micro_batch_size,
     [(11, None, (4, 4, 3)), (11, 2, (2, 2, 2, 2, 2, 1)), (7, 1, (1,) * 7), (2, None, (1, 1))],
 )
 def test_return_outputs_has_the_outputs_before_the_update(double, rows, micro_batch_size, sizes):
-    net, inputs, targets = build_net(), torch.randn(rows, 4), class_targets(rows)
+    net = build_net()
+    inputs = torch.randn(rows, 4)
+    targets = class_targets(rows)
     expected = net(inputs).detach()
     step = make_step(net, devices=3, micro_batch_size=micro_batch_size)
     loss, outputs = step(inputs, targets, return_outputs=True)
@@ -382,7 +391,9 @@ def test_return_outputs_has_the_outputs_before_the_update(double, rows, micro_ba
 
 def test_outputs_stay_on_their_devices():
     with simulate(devices=3):
-        net, inputs, targets = build_net(), torch.randn(11, 4), class_targets(11)
+        net = build_net()
+        inputs = torch.randn(11, 4)
+        targets = class_targets(11)
         expected = net(inputs).detach()
         step = make_step(net, devices=range(3), micro_batch_size=2)
         _, outputs = step(inputs, targets, return_outputs=True)
@@ -404,7 +415,9 @@ class Structured(nn.Sequential):
 
 
 def test_outputs_keep_their_structure(double):
-    net, inputs, targets = Structured(build_net()), torch.randn(7, 4), class_targets(7)
+    net = Structured(build_net())
+    inputs = torch.randn(7, 4)
+    targets = class_targets(7)
     expected = net(inputs).parts["square"].detach()
     criterion = DataParallelCriterion(
         lambda output, target: F.cross_entropy(output.logits, target), weight=lambda o, t: len(t)
@@ -428,8 +441,10 @@ def test_an_empty_batch_has_no_outputs():
 
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_outputs_are_kept_only_with_return_outputs(is_asked):
-    net, alive = build_net(), []
-    step, seen = make_step(net, devices=3, micro_batch_size=1), []
+    net = build_net()
+    alive = []
+    step = make_step(net, devices=3, micro_batch_size=1)
+    seen = []
 
     def note(model, inputs, outputs):
         seen.extend(weakref.ref(output.untyped_storage()) for output in outputs)
@@ -449,10 +464,8 @@ def test_outputs_are_kept_only_with_return_outputs(is_asked):
 @on_ranks(2)
 def test_return_outputs_has_the_rows_of_each_rank(rank):
     torch.set_default_dtype(torch.float64)
-    inputs, targets = (
-        torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
-        class_targets(6),
-    )
+    inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    targets = class_targets(6)
     net = build_net()
     expected = net(inputs).detach()
     step = parallel_step(net, lr=0.0, micro_batch_size=2)

@@ -72,7 +72,8 @@ def make_step(net, criterion, *, balanced=False, **settings):
 
 
 def batch(place):
-    inputs, targets = torch.randn(ROWS, 4).pin_memory(), class_targets(ROWS, ignored=3).pin_memory()
+    inputs = torch.randn(ROWS, 4).pin_memory()
+    targets = class_targets(ROWS, ignored=3).pin_memory()
     return (inputs, targets) if place == "host" else (inputs.to("sim:0"), targets.to("sim:0"))
 
 
@@ -181,13 +182,16 @@ def test_loss_and_gradients_are_those_of_the_plain_program(
     double, place, name, micro_batch_size, ignored
 ):
     """Eight ignored rows leave a replica, and whole micro-batches, without a counted target."""
-    net, criterion = build_net(), CRITERIA[name]()
+    net = build_net()
+    criterion = CRITERIA[name]()
     plain = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
-    inputs, targets = torch.randn(ROWS, 4), class_targets(ROWS, ignored)
+    inputs = torch.randn(ROWS, 4)
+    targets = class_targets(ROWS, ignored)
     loss, expected = plain_program(net, plain, inputs, targets)
     with simulate(3):
         if place == "device":
-            inputs, targets = inputs.to("sim:0"), targets.to("sim:0")
+            inputs = inputs.to("sim:0")
+            targets = targets.to("sim:0")
         step = make_step(net, criterion, micro_batch_size=micro_batch_size)
         for _ in range(2):
             step.optimizer.param_groups[0]["lr"] = 0.0
@@ -216,10 +220,8 @@ def test_float16_divides_by_the_same_numbers_wherever_targets_are(name, rows):
 
 def test_a_criterion_waits_nowhere():
     with simulate(3) as cluster:
-        model, criterion = (
-            DataParallelModel(build_net()),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DataParallelModel(build_net())
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         squares = DataParallelCriterion(nn.MSELoss())
         inputs, targets = batch("host")
         values = torch.rand(ROWS, CLASSES).pin_memory()

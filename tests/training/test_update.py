@@ -40,7 +40,8 @@ def check_several(rank, ranks, precision):
     """A layer is given to an optimizer later, as one does who unfreezes. The targets do not say what they weigh."""
     torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
     error = tolerance_of(precision)
-    plain, net = build_net(), build_net()
+    plain = build_net()
+    net = build_net()
     weighted = nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, CLASSES))
     references, reference_schedulers = make_optimizers(plain, with_bias=False)
     model, criterion = parallelize(net, weighted, CPUS if ranks == 1 else None)
@@ -215,9 +216,12 @@ class Prompted(nn.Sequential):
 
 
 def test_gradient_of_a_buffer_equals_the_plain_program(double):
-    module, x, target = Prompted(), torch.randn(11, 4), class_targets(11, 3)
+    module = Prompted()
+    x = torch.randn(11, 4)
+    target = class_targets(11, 3)
     F.cross_entropy(module(x), target).backward()
-    expected, module.prompt.grad = module.prompt.grad.clone(), None
+    expected = module.prompt.grad.clone()
+    module.prompt.grad = None
     optimizer = sgd(module, lr=0.0)
     step = make_step(module, nn.CrossEntropyLoss(torch.ones(5)), optimizer, micro_batch_size=2)
     for _ in range(2):
@@ -231,7 +235,8 @@ class Embedding(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.head = nn.Linear(4, 6), nn.Linear(6, CLASSES)
+        self.first = nn.Linear(4, 6)
+        self.head = nn.Linear(6, CLASSES)
 
     def forward(self, inputs):
         hidden = self.first(inputs).tanh()
@@ -241,7 +246,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     def __init__(self, head):
         super().__init__()
-        self.head, self.scale = head, nn.Parameter(torch.tensor(1.5))
+        self.head = head
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, hidden, target):
         return F.cross_entropy(self.head(hidden) * self.scale, target, ignore_index=0)

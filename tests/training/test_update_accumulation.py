@@ -24,7 +24,9 @@ from balanced_parallel import DataParallelCriterion
 
 
 def test_uneven_and_empty_micro_batches_equal_the_plain_program(double):
-    net, x, target = build_net(), torch.randn(11, 4), class_targets(11, 5)
+    net = build_net()
+    x = torch.randn(11, 4)
+    target = class_targets(11, 5)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     step = make_step(net)
     for rows in (slice(0, 3), slice(3, 3), slice(3, 4), slice(4, 9), slice(9, 11)):
@@ -44,12 +46,13 @@ def test_zero_weight_skips_the_update(rows):
     step = make_step(net, optimizer=optimizer, scheduler=scheduler, precision="fp16")
     step(torch.randn(3, 4), class_targets(3))
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    state, scale = str(optimizer.state_dict()), step.precision.scaler.state_dict()
+    state = str(optimizer.state_dict())
+    scale = step.precision.scaler.state_dict()
     with pytest.warns(UserWarning, match="nothing is updated, and its loss is nan") as caught:
         loss = step(torch.randn(rows, 4), torch.full((rows,), -100))
     assert loss.isnan()
     assert caught[0].filename == __file__
-    assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
+    assert all(map(torch.equal, before, net.parameters()))
     assert (str(optimizer.state_dict()), step.precision.scaler.state_dict()) == (state, scale)
     assert scheduler.get_last_lr() == [0.05]
 
@@ -57,7 +60,8 @@ def test_zero_weight_skips_the_update(rows):
 def test_float16_gradients_do_not_overflow_in_accumulation():
     """With a scale of 2**16, gradients of the sum of many terms would be past 65504: the window is divided as it accumulates."""
     net = build_net()
-    x, target = torch.randn(512, 4), class_targets(512)
+    x = torch.randn(512, 4)
+    target = class_targets(512)
     with torch.autocast("cpu", torch.float16):
         loss = F.cross_entropy(net(x), target)
     (loss * 2.0**16).backward()
@@ -70,7 +74,8 @@ def test_float16_gradients_do_not_overflow_in_accumulation():
 def test_float16_divisor_of_a_window_is_near_the_weight_of_the_one_before():
     """Nobody knows after the first row of a run that 500 will follow: the first update may overflow, and is skipped then."""
     net = build_net()
-    x, target = torch.randn(512, 4), class_targets(512)
+    x = torch.randn(512, 4)
+    target = class_targets(512)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     step = make_step(net, precision="fp16")
     for number in range(2):
@@ -103,7 +108,8 @@ COUNTED = [
 def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_not_predicted(
     double, criterion, micro_batch_size, comparisons, rescalings
 ):
-    net, x = build_net(), torch.randn(11, 4)
+    net = build_net()
+    x = torch.randn(11, 4)
     criterion = criterion.double() if isinstance(criterion, nn.Module) else criterion
     step = make_step(net, criterion, lr=0.0, micro_batch_size=micro_batch_size)
     plain = step.criterion.module

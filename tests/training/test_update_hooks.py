@@ -49,20 +49,23 @@ def train(step, way, inputs, targets):
 def check_hooks(rank, ranks, way, precision, strategy):
     torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
     plain = build_net()
-    net, calls = copy.deepcopy(plain), []
+    net = copy.deepcopy(plain)
+    calls = []
     hook(plain, [])
     model, criterion = parallelize(
         net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None, strategy=strategy
     )
     hook(net, calls)
-    reference, optimizer = (sgd(plain), sgd(net))
+    reference = sgd(plain)
+    optimizer = sgd(net)
     size = {"micro": 1, "auto": "auto"}.get(way)
     step = TrainStep(
         model, criterion, optimizer, micro_batch_size=size, precision=precision, max_grad_norm=0.1
     )
     for number in range(3):
         torch.manual_seed(number)
-        inputs, targets = torch.randn(7, 4) * 3, class_targets(7, ignored=2)
+        inputs = torch.randn(7, 4) * 3
+        targets = class_targets(7, ignored=2)
         plain.zero_grad()
         loss = F.cross_entropy(plain(inputs), targets)
         loss.backward()
@@ -103,7 +106,8 @@ class Branches(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(4, 5)
+        self.first = nn.Linear(4, 5)
+        self.second = nn.Linear(4, 5)
 
     def forward(self, inputs):
         return self.first(inputs) + (self.second(inputs) if (inputs > 0).all() else 0)
@@ -112,7 +116,8 @@ class Branches(nn.Module):
 def check_unused(rank, ranks):
     """A hook is not called for a parameter without a gradient. Autograd called it with None on a rank that had not used it."""
     torch.set_default_dtype(torch.float64)
-    net, calls = Branches(), []
+    net = Branches()
+    calls = []
     net.second.weight.register_hook(lambda gradient: calls.append(gradient.shape))
     step = parallel_step(net, devices=CPUS if ranks == 1 else None)
     inputs = -torch.ones(2, 4)
@@ -128,10 +133,12 @@ def test_hooks_are_called_for_gradients_only(ranks):
 
 
 def test_hooks_are_back_after_each_part_of_an_update():
-    net, calls = build_net(), []
+    net = build_net()
+    calls = []
     handle = net[0].weight.register_hook(lambda gradient: calls.append(1))
     step = make_step(net)
-    inputs, targets = torch.randn(7, 4), class_targets(7)
+    inputs = torch.randn(7, 4)
+    targets = class_targets(7)
     step.add(inputs, targets)
     assert calls == []
     F.cross_entropy(net(inputs), targets).backward()
@@ -163,7 +170,8 @@ def test_hooks_with_gradients_in_pieces_are_refused():
 def test_hooks_of_modules_are_warned_of_once_where_a_batch_is_cut(register):
     net = build_net()
     getattr(net[2], register)(lambda *of: None)
-    inputs, targets = torch.randn(7, 4), class_targets(7)
+    inputs = torch.randn(7, 4)
+    targets = class_targets(7)
 
     message = r"module\.2 has a hook of its backward, which gets gradients of one micro-batch"
     for settings in (

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("double")
 def build(devices, kind=torch.optim.SGD):
     torch.manual_seed(1)
     net = nn.Linear(4, CLASSES).to(devices[0])
-    model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss())
+    model = DataParallelModel(net, devices)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     is_balanced = torch.device(devices[0]).type == "sim"
     optimizer = balanced_or_plain(model, kind, is_balanced)
     return net, optimizer, TrainStep(model, criterion, optimizer)
@@ -211,7 +212,8 @@ def train_on_rank(rank, strategy):
         step = parallel_step(net, devices=["cpu"], strategy=strategy)
         try:
             for number in range(4):
-                x, y = torch.randn(3 + rank, 4).double(), torch.randint(CLASSES, (3 + rank,))
+                x = torch.randn(3 + rank, 4).double()
+                y = torch.randint(CLASSES, (3 + rank,))
                 if number == 0:  # the first updates of FSDP find out if whole gradients fit
                     step(x, y), step(x, y), step.add(x, y), step.add(x, y), step.apply()
                 step.add(x, y)

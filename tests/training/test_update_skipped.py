@@ -62,10 +62,8 @@ def check(model, criterion, cut, max_grad_norm, *, is_balanced=False):
 @pytest.mark.parametrize("is_balanced", [False, True], ids=["plain", "balanced"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_large_gradients_make_no_update(max_grad_norm, is_balanced):
-    model, criterion = (
-        DataParallelModel(build_net(), ["cpu"] * 3),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-    )
+    model = DataParallelModel(build_net(), ["cpu"] * 3)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     check(model, criterion, slice(None), max_grad_norm, is_balanced=is_balanced)
 
 
@@ -78,10 +76,8 @@ def test_ranks_agree(rank, strategy):
 
 
 def test_the_scale_of_float16_goes_on():
-    model, criterion = (
-        DataParallelModel(build_net(), ["cpu"] * 2),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-    )
+    model = DataParallelModel(build_net(), ["cpu"] * 2)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     optimizer = sgd(model)
     step = TrainStep(model, criterion, optimizer, precision="fp16", skip_above=1e-9)
     before = copy.deepcopy(model.state_dict())
@@ -94,10 +90,8 @@ def test_the_scale_of_float16_goes_on():
 
 
 def test_a_limit_that_is_not_positive_raises_an_error():
-    model, criterion = (
-        DataParallelModel(build_net(), ["cpu"]),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-    )
+    model = DataParallelModel(build_net(), ["cpu"])
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     for limit in (0, -1.0, True, "5"):
         with pytest.raises(ValueError, match=f"skip_above={limit!r}, expected a positive number"):
             TrainStep(model, criterion, sgd(model), skip_above=limit)
