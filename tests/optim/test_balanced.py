@@ -5,7 +5,15 @@ import itertools
 
 import pytest
 import torch
-from helpers.optimizers import assert_same, assert_same_state, batches, plain, sgd, train
+from helpers.optimizers import (
+    assert_same,
+    assert_same_state,
+    balanced_or_plain,
+    batches,
+    plain,
+    sgd,
+    train,
+)
 from helpers.problems import BODIES, CLASSES, assert_equal, build_net
 from helpers.slow import slow, slow_but
 from helpers.updates import values_of
@@ -118,12 +126,7 @@ def test_train_step_equals_the_plain_optimizer(precision, micro_batch_size):
         with simulate(3):
             mine = copy.deepcopy(net)
             model, criterion = parallelize(mine, nn.CrossEntropyLoss(), precision=precision)
-            kind, settings = torch.optim.AdamW, {"lr": 0.01}
-            optimizer = (
-                BalancedOptimizer(model, kind, **settings)
-                if balanced
-                else kind(mine.parameters(), **settings)
-            )
+            optimizer = balanced_or_plain(model, torch.optim.AdamW, balanced, lr=0.01)
             step = TrainStep(
                 model,
                 criterion,
@@ -204,23 +207,6 @@ def test_parameters_of_a_criterion_are_updated_in_place():
         )
         train(model, optimizer, 3, criterion=split)
         assert_same(nn.ModuleList([net, criterion]), expected)
-
-
-def test_invalid_arguments_raise_an_error():
-    with pytest.raises(
-        TypeError, match="the model is a Sequential, expected a DataParallelModel or the model"
-    ):
-        BalancedOptimizer(build_net(), torch.optim.SGD, lr=0.1)
-    model = DataParallelModel(build_net(), ["cpu"])
-    with pytest.raises(TypeError, match="0.1 was given, expected a class of optimizers"):
-        BalancedOptimizer(model, 0.1)
-    with pytest.raises(
-        TypeError,
-        match="LBFGS evaluates the loss several times per step, and BalancedOptimizer once",
-    ):
-        BalancedOptimizer(model, torch.optim.LBFGS, lr=0.1)
-    with pytest.raises(ValueError, match="shard='rows', expected 'elements', 'parameters' or None"):
-        BalancedOptimizer(model, torch.optim.SGD, shard="rows", lr=0.1)
 
 
 def test_state_dict_and_step_hooks_are_called():

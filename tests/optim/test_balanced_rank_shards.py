@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
+from helpers.fsdp import whole
 from helpers.optimizers import ToStart, sgd
 from helpers.problems import build_net
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.slow import slow_but
 from helpers.steps import parallel_step
 from torch import nn
@@ -17,10 +18,11 @@ from torch.testing import assert_close
 from balanced_parallel import BalancedOptimizer, TrainStep, parallelize
 from balanced_parallel.optim import balanced
 
-KINDS = {"SGD": torch.optim.SGD, "Adafactor": torch.optim.Adafactor}
+KINDS = ["SGD", "Adafactor"]
 
 
-def check_averages(rank):
+@on_ranks(2)
+def test_averages_of_shards_equal_those_of_the_plain_program(rank):
     torch.set_default_dtype(torch.float64)
     net = build_net()
     plain = build_net()
@@ -47,10 +49,6 @@ def check_averages(rank):
     assert next(averaged.parameters()).to_local().numel() < next(plain.parameters()).numel()
 
 
-def test_averages_of_shards_equal_those_of_the_plain_program():
-    run_ranks(2, check_averages)
-
-
 def update_by_hand(model, criterion, optimizer, batches):
     """Lines of an old loop that read, change and clear gradients. Returns the norms before clipping."""
     norms = []
@@ -63,11 +61,17 @@ def update_by_hand(model, criterion, optimizer, batches):
         nn.utils.clip_grad_value_(model.parameters(), 0.05)
         optimizer.step()
         model.zero_grad(set_to_none=number % 2 == 0)
-    return [float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) for norm in norms]
+    return [float(whole(norm)) for norm in norms]
 
 
-def check_loop(rank, strategy, kind):
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    slow_but([*itertools.product(["ddp", "fsdp"], KINDS)], ("ddp", "Adafactor"), ("fsdp", "SGD")),
+)
+@on_ranks(2)
+def test_old_loops_of_ranks_equal_the_plain_program(rank, strategy, kind):
     torch.set_default_dtype(torch.float64)
+    kind = getattr(torch.optim, kind)
     plain = build_net()
     net = build_net()
     generator = torch.Generator().manual_seed(3)
@@ -90,16 +94,8 @@ def check_loop(rank, strategy, kind):
         assert_close(balanced._whole(parameter), other.detach())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind"),
-    slow_but([*itertools.product(["ddp", "fsdp"], KINDS)], ("ddp", "Adafactor"), ("fsdp", "SGD")),
-)
-def test_old_loops_of_ranks_equal_the_plain_program(strategy, kind):
-    run_ranks(2, check_loop, strategy, KINDS[kind])
-
-
-def gathered_shapes(rank):
-    """Returns the shapes that a step of Adafactor gathers, with a frozen layer."""
+@on_ranks(2)
+def test_frozen_shards_are_not_gathered(rank):
     net = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 5)).requires_grad_(False)
     net[1].requires_grad_(True)
     step = parallel_step(
@@ -111,12 +107,7 @@ def gathered_shapes(rank):
             balanced, "_whole", lambda tensor: shapes.append(tuple(tensor.shape)) or whole(tensor)
         )
         step(torch.randn(3, 4), torch.tensor([0, 1, 2]))
-    return shapes
-
-
-def test_frozen_shards_are_not_gathered():
-    for shapes in run_ranks(2, gathered_shapes):
-        assert shapes == [(5, 32), (5, 32), (5,), (5,)]  # values and gradients
+    assert shapes == [(5, 32), (5, 32), (5,), (5,)]  # values and gradients
 
 
 class Together(ToStart):
@@ -128,7 +119,8 @@ class Together(ToStart):
         super().step()
 
 
-def check_refusals(rank):
+@on_ranks(2)
+def test_inexact_optimizers_of_ranks_raise_an_error(rank):
     net = nn.Sequential(nn.Linear(4, 4, bias=False))
     model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy="fsdp")
     with pytest.raises(TypeError, match="Muon over shards of strategy='fsdp' differs by percents"):
@@ -143,7 +135,3 @@ def check_refusals(rank):
         match="Together with shard='parameters' differs from Together over the whole model",
     ):
         BalancedOptimizer(model, Together)
-
-
-def test_inexact_optimizers_of_ranks_raise_an_error():
-    run_ranks(2, check_refusals)
