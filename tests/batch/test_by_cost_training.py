@@ -6,9 +6,10 @@ Collators of Hugging Face and of torch fit as they are. Under torchrun each rank
 import pytest
 import torch
 from helpers.coupled import correlation_loss, correlation_statistics
+from helpers.fsdp import whole
 from helpers.optimizers import sgd
 from helpers.problems import assert_equal, assert_same_gradients, build_net, gradients
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.slow import slow
 from helpers.steps import parallel_step
 from helpers.unequal import (
@@ -28,6 +29,7 @@ from helpers.unequal import (
     plain,
     with_cut,
 )
+from helpers.updates import values_of
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -363,54 +365,34 @@ def test_losses_that_couple_rows(double, loss, whole, limit):
     assert_same_gradients(gradients(net), gradients(plain_net))
 
 
-def own(samples, rank):
-    return samples[:7] if rank == 0 else samples[7:]
-
-
-def train_on_ranks(rank, strategy, settings, parts):
-    net = build().double()
-    settings = with_cut(cost=length_of, collate=pad, **settings)
-    step = parallel_step(net, devices=["cpu"], strategy=strategy, lr=1.0, **settings)
-    samples = make_samples()
-    if parts:
-        step([] if rank else samples[:2])  # a rank that has had no sample yet
-        step.add(own(samples, rank))
-        step.add([])
-        loss = step.apply()
-        outputs = None
-    else:
-        loss, outputs = step(own(samples, rank), return_outputs=True)
-        outputs = outputs.gather()
-        step([] if rank else samples[:2])
-    state = step.state_dict()["model"]
-    return (
-        loss,
-        outputs,
-        {
-            name: tensor.full_tensor() if strategy == "fsdp" else tensor
-            for name, tensor in state.items()
-        },
-    )
-
-
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 @pytest.mark.parametrize(
     ("settings", "parts"), [slow({"limit": 30}, False), ({"micro_batch_size": 2}, True)]
 )
-def test_ranks_cut_their_own_samples(strategy, settings, parts):
+@on_ranks(2)
+def test_ranks_cut_their_own_samples(rank, strategy, settings, parts):
     samples = make_samples()
+    few = samples[:2]
     net = build().double()
     optimizer = sgd(net, lr=1.0)
-    for batch in (samples[:2], samples) if parts else (samples, samples[:2]):
-        if batch is samples:
-            expected_loss, _, expected_outputs = plain(net, samples)
+    sharded = build().double()
+    settings = with_cut(cost=length_of, collate=pad, **settings)
+    step = parallel_step(sharded, devices=["cpu"], strategy=strategy, lr=1.0, **settings)
+    for batch in (few, samples) if parts else (samples, few):
         optimizer.zero_grad()
         inputs, tags = pad(batch)
-        nn.functional.cross_entropy(net(**inputs), tags).backward()
+        expected = net(**inputs)
+        loss = nn.functional.cross_entropy(expected, tags)
+        loss.backward()
+        mine = batch[7:] if rank else batch[:7]  # Rank 1 has none of a few.
+        if parts:
+            step.add(mine)
+            step.add([])
+            found = step.apply()
+        else:
+            found, outputs = step(mine, return_outputs=True)
+            assert_same_rows(outputs.gather(), expected, batch)
+        assert_equal(found, loss.detach())
         optimizer.step()
-    for loss, outputs, state in run_ranks(2, train_on_ranks, strategy, settings, parts):
-        assert_equal(loss, expected_loss)
-        if outputs is not None:
-            assert_same_rows(outputs, expected_outputs, samples)
-        for name, parameter in net.named_parameters():
-            assert_equal(state[name], parameter.detach())
+    found = [whole(parameter).detach() for parameter in sharded.parameters()]
+    assert_equal(found, values_of(net))

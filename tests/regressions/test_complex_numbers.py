@@ -3,7 +3,8 @@
 import pytest
 import torch
 from helpers.fsdp import whole
-from helpers.ranks import run_ranks
+from helpers.optimizers import balanced_or_plain
+from helpers.ranks import on_ranks
 from helpers.slow import slow_but
 from torch import nn
 from torch.nn import functional as F
@@ -11,7 +12,6 @@ from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
-    BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
@@ -64,13 +64,8 @@ def assert_equal_updates(
 ):
     """Compares three clipped updates with the plain program, on all rows."""
     plain, (inputs, targets) = make_net(), make_batch()
-    make = (
-        (lambda: BalancedOptimizer(model, optimizer_class))
-        if balanced
-        else (lambda: optimizer_class(model.parameters()))
-    )
-    optimizer = make()
-    expected = optimizer_class(plain.parameters())
+    optimizer = balanced_or_plain(model, optimizer_class, balanced, lr=0.001)
+    expected = optimizer_class(plain.parameters(), lr=0.001)
     step = TrainStep(
         model, criterion, optimizer, micro_batch_size=micro_batch_size, max_grad_norm=0.1
     )
@@ -78,9 +73,8 @@ def assert_equal_updates(
         loss = real_loss(plain(inputs), targets)
         expected.zero_grad()
         loss.backward()
-        for (
-            parameter
-        ) in plain.parameters():  # optimizers of torch refuse gradients that are conjugated lazily
+        # Optimizers of torch refuse gradients that are conjugated lazily.
+        for parameter in plain.parameters():
             parameter.grad = None if parameter.grad is None else parameter.grad.resolve_conj()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         expected.step()
@@ -89,9 +83,7 @@ def assert_equal_updates(
     found = [whole(one).detach() for one in net.parameters()]
     assert_close(found, [parameter.detach() for parameter in plain.parameters()])
     if balanced:
-        state = optimizer.state_dict()["state"]
-        wanted = expected.state_dict()["state"]
-        assert_close(state, wanted)
+        assert_close(optimizer.state_dict()["state"], expected.state_dict()["state"])
 
 
 class TestTraining:
@@ -109,15 +101,11 @@ class TestTraining:
             net, model, criterion, slice(None), optimizer_class, balanced, micro_batch_size
         )
 
-    @pytest.mark.parametrize(
-        ("strategy", "balanced"), [("ddp", False), ("ddp", True), ("fsdp", False)]
-    )
-    def test_a_rank_without_rows(self, strategy, balanced):
-        """Checks the zero of such a rank. It was complex or without a graph, and the ranks waited for different collectives."""
-        run_ranks(2, check_ranks, strategy, balanced)
 
-
-def check_ranks(rank, strategy, balanced):
+@pytest.mark.parametrize(("strategy", "balanced"), [("ddp", False), ("ddp", True), ("fsdp", False)])
+@on_ranks(2)
+def test_a_rank_without_rows(rank, strategy, balanced):
+    """Checks the zero of such a rank. It was complex or without a graph, and the ranks waited for different collectives."""
     net = make_net()
     model, criterion = parallelize(net, real_loss, ["cpu"], strategy=strategy, weight="rows")
     assert_equal_updates(

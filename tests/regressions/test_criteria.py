@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls, assert_equal_program
-from helpers.problems import CLASSES, assert_exact_update, build_net, class_targets
+from helpers.problems import CLASSES, assert_exact_update, build_net
 from helpers.steps import still_step
 from torch import nn
 from torch.testing import assert_close
@@ -46,20 +46,6 @@ class TestReduction:
             ValueError, match="does not add up over the rows: .*weight='rows' for a mean over rows"
         ):
             DataParallelCriterion(criterion)(DataParallelModel(module, CPUS)(x), target)
-
-    def test_focal_loss_over_an_unreduced_loss_equals_the_plain_program(self):
-        class FocalLoss(nn.CrossEntropyLoss):
-            def forward(self, output, target):
-                loss = super().forward(output, target)
-                return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
-
-        x = torch.randn(7, 4)
-        target = class_targets(7)
-        criterion = FocalLoss(reduction="none")
-        split = DataParallelCriterion(criterion, weight="rows")
-        assert_equal_program(
-            build_net(), split, lambda net: criterion(net(x), target), [x], [target]
-        )
 
     def test_sum_reduction_is_not_divided(self):
         def elbo(output, mean, target):

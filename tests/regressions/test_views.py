@@ -12,7 +12,7 @@ from helpers.problems import (
     gradients,
     plain_program,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.steps import still_step
 from torch import nn
 from torch.testing import assert_close
@@ -117,7 +117,8 @@ def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
     )
 
 
-def check_ranks(rank):
+@on_ranks(2, timeout=30)
+def test_all_ranks_refuse_several_rows_for_each_row(rank):
     """Each rank has one replica, and rank 1 no rows: all of them raise the error."""
     torch.set_default_dtype(torch.float64)
     model, criterion = parallelize(views(), DataParallelCriterion(contrast, whole=True))
@@ -129,12 +130,6 @@ def check_ranks(rank):
     ):
         with pytest.raises(ValueError, match="2 for each"):
             use()
-    return True
-
-
-@pytest.mark.timeout(60)
-def test_all_ranks_refuse_several_rows_for_each_row():
-    assert run_ranks(2, check_ranks, timeout=30) == [True, True]
 
 
 @pytest.mark.parametrize(

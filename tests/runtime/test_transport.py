@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from balanced_parallel import simulate
 from balanced_parallel.runtime import transport
@@ -173,10 +174,15 @@ def test_copies_of_many_tensors(bytes_per_buffer):
         transport.copy_coalesced(targets[1:], here, bytes_per_buffer)
         if bytes_per_buffer == 10**6:  # one copy for each dtype
             assert cluster.copies[before:] == [("sim:0", "sim:1"), ("sim:1", "sim:2")] * 3
+        assert_copies(targets[1:], devices[1:], tensors)
         repeated = [devices[0], devices[1], devices[1], devices[0]]
         found = transport.copies(here, repeated, bytes_per_buffer)
-        for copied, device in zip([*targets[1:], *found], [*devices[1:], *repeated], strict=True):
-            assert {one.device for one in copied} == {device}
-            assert all(map(torch.equal, [one.cpu() for one in copied], tensors))
+        assert_copies(found, repeated, tensors)
         places = [one.data_ptr() for copied in [here, *found] for one in copied if one.numel()]
         assert len(set(places)) == len(places)
+
+
+def assert_copies(found, devices, tensors):
+    for copied, device in zip(found, devices, strict=True):
+        assert {one.device for one in copied} == {device}
+        assert_close([one.cpu() for one in copied], tensors, rtol=0, atol=0)
