@@ -66,14 +66,6 @@ def test_copies_that_would_lose_the_order_or_the_dimension_of_rows_are_refused(l
         outputs.map(torch.Tensor.float).gather()
 
 
-def test_rows_that_do_not_fit_are_refused():
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match="expected a PerReplica, which knows the rows of each"):
-        criterion(
-            PerReplica([torch.zeros(4, 3), torch.zeros(2, 3)]), torch.zeros(3, dtype=torch.long)
-        )
-
-
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(accelerator, precision):
     model = make()

@@ -238,11 +238,3 @@ def test_a_step_that_is_limited_by_cost_is_refused():
         match="limited by cost.*: micro_batch_size='auto' finds a cost that fits as it trains",
     ):
         memory.fit(step, *words(2), capacity="1GiB")
-
-
-def test_a_model_in_place_of_a_step_raises_an_error():
-    model = DataParallelModel(nn.Linear(4, 3), ["cpu"])
-    with pytest.raises(
-        TypeError, match=r"step=DataParallelM.*, expected a TrainStep: fit\(step, inputs, targets\)"
-    ):
-        memory.fit(model, torch.zeros(4, 4), torch.zeros(4, 3), capacity="1GiB")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ddp import Chosen
+from helpers.fsdp import whole_gradients
 from helpers.problems import (
     assert_same_gradients,
     build_net,
@@ -135,10 +136,6 @@ def test_parallelize_without_a_criterion_returns_the_model():
     assert len(model(torch.randn(5, 4))) == 2
     settings = DataParallelCriterion(nn.MSELoss(), minimum=1)
     assert parallelize(build_net(), settings, ["cpu"])[1] is settings
-    with pytest.raises(ValueError, match="weight= was given beside a DataParallelCriterion"):
-        parallelize(build_net(), settings, ["cpu"], weight="rows")
-    with pytest.raises(TypeError, match="the module is the class Linear"):
-        parallelize(nn.Linear, nn.MSELoss())
 
 
 LOSSES = {
@@ -154,19 +151,24 @@ LOSSES = {
 }
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @on_ranks(2)
-def test_gradients_of_custom_losses_are_reduced(rank):
+def test_gradients_of_custom_losses_are_reduced(rank, strategy):
+    """Gradients of inputs are those of all rows too, but with a loss by hand."""
     torch.manual_seed(1)
-    inputs = torch.randn(6, 4, dtype=torch.float64)
+    inputs = torch.randn(6, 4, dtype=torch.float64).requires_grad_()
     targets = class_targets(6)
     mine = slice(0, 2) if rank == 0 else slice(2, None)
     _, expected = plain_program(Chosen(), nn.CrossEntropyLoss(), inputs, targets)
-    for loss_of in LOSSES.values():
-        model, _ = parallelize(Chosen(), nn.CrossEntropyLoss())
+    for name, loss_of in LOSSES.items():
+        model, _ = parallelize(Chosen(), nn.CrossEntropyLoss(), strategy=strategy)
         for _ in range(3):
             model.zero_grad()
-            loss_of(model(inputs[mine]), targets[mine]).backward()
-            assert_same_gradients(gradients(model.module), expected)
+            part = inputs[mine].detach().requires_grad_()
+            loss_of(model(part), targets[mine]).backward()
+            assert_same_gradients(whole_gradients(model.module), expected)
+            if name != "by hand":
+                assert_close(part.grad, inputs.grad[mine])
 
 
 @on_ranks(2)
@@ -238,19 +240,6 @@ def test_the_same_lines_count_every_row_in_one_process(devices):
     for x, targets in whole:
         metric.update(model(x).map(classes).on(targets.device), targets)
     assert metric.compute().tolist() == expected
-
-
-def test_strategies_that_are_impossible_in_one_process_have_clear_errors():
-    for name in ("ddp", "fsdp"):
-        with pytest.raises(
-            ValueError,
-            match=f"strategy='{name}' in one process, expected 'auto' or 'replicas'.*torchrun",
-        ):
-            parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy=name)
-    with pytest.raises(
-        ValueError, match="strategy='zero', expected one of 'auto', 'replicas', 'ddp', 'fsdp'"
-    ):
-        parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy="zero")
 
 
 def check_auto(rank):

@@ -105,8 +105,3 @@ def test_a_mesh_may_have_copies_and_shards(rank):
         assert isinstance(model, DistributedModel) == (dimensions.ndim == 1)
         step = TrainStep(model, criterion, sgd(model, lr=0.0))
         assert_update(step, model.module, batch, [2] * 4, rank, expected)
-
-
-def test_a_mesh_in_one_process_raises_an_error():
-    with pytest.raises(ValueError, match="mesh= was given in one process, expected None"):
-        parallelize(nn.Linear(2, 2), device_ids=["cpu"], mesh=object())
