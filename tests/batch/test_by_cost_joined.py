@@ -458,7 +458,7 @@ def test_graphs_of_torch_geometric(double, pools, name, limit):
     found, outputs = step(batch.to_data_list(), return_outputs=True)
     assert_equal(found, net, (expected.detach(), gradients(plain)))
     if pools:
-        assert_close(outputs.gather(), plain(batch).detach(), rtol=1e-10, atol=1e-10)
+        assert_close(outputs.gather(), plain(batch), rtol=1e-10, atol=1e-10)
     with pytest.raises(
         TypeError,
         match=r"inputs\[0\] is an object of type DataBatch that holds tensors.*Whole\(\.\.\.\)",

@@ -18,7 +18,7 @@ def settled(net, rows=6):
 
 
 def assert_follows(model, net, x):
-    torch.testing.assert_close(outputs_of(model, x), net(x.to("sim:0")).detach().cpu())
+    torch.testing.assert_close(outputs_of(model, x), net(x.to("sim:0")).cpu())
 
 
 def write_unseen(parameter, factor):

@@ -96,7 +96,7 @@ def train(rank, world_size, name, saving, simulated=False):
             mine = slice(rank, None, world_size)
             with context():
                 loss = step(inputs[mine], targets[mine])
-            found += [loss.cpu(), *(gradient.cpu() for gradient in gradients(net))]
+            found += [loss.cpu(), *gradients(net)]
         return [*found, *(buffer.cpu() for buffer in net.buffers()), torch.rand(3)]
 
 

@@ -153,17 +153,14 @@ def test_gradient_scaler_skips_steps_with_overflow(shard):
         model, criterion = parallelize(net, nn.CrossEntropyLoss(), precision="fp16")
         optimizer = BalancedOptimizer(model, torch.optim.SGD, shard=shard, lr=1.0)
         scaler = torch.amp.GradScaler("sim", init_scale=2.0**30)
-        before = [parameter.detach().clone() for parameter in net.parameters()]
+        before = values_of(net)
         (x, target) = next(batches(1))
         scaler.scale(criterion(model(x.float()), target)).backward()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 2.0**29
-        assert all(
-            parameter.equal(other)
-            for parameter, other in zip(net.parameters(), before, strict=True)
-        )
+        assert_equal(values_of(net), before)
 
 
 def test_param_groups_equal_the_plain_program():

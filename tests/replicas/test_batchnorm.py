@@ -82,7 +82,7 @@ def test_three_replicas_equal_the_plain_program(rows, settings, double):
         expected_input, x.grad = x.grad, None
         found = gather(DataParallelModel(net, CPUS)(x))
         (found * weights).pow(3).sum().backward()
-        assert_equal(found.detach(), output)
+        assert_equal(found, output)
         assert_same_gradients(gradients(net), expected, 1e-9)
         assert_close(x.grad, expected_input, rtol=1e-9, atol=1e-9)
         assert_same_buffers(net, plain)
@@ -206,7 +206,7 @@ def test_ranks_equal_the_plain_program(rank, sizes, micro_batch_size):
             total += F.cross_entropy(plain(x[rows]), target[rows], reduction="sum")
         loss = total / (target != -100).sum()
         loss.backward()
-        assert_equal(step(mine, labels), loss.detach())
+        assert_equal(step(mine, labels), loss)
         assert_same_gradients(gradients(net), gradients(plain), 1e-9)
         assert_same_buffers(net, plain)
 
@@ -231,7 +231,7 @@ def test_collectives_of_a_layer_do_not_change_places_with_others(rank):
     plain = nn.BatchNorm1d(2)
     whole = x.clone().requires_grad_()
     plain(whole).pow(3).sum().backward()
-    assert_close(output.detach(), plain(x).detach()[2 * rank : 2 * rank + 2])
+    assert_close(output, plain(x).detach()[2 * rank : 2 * rank + 2])
     assert_close(mine.grad, whole.grad[2 * rank : 2 * rank + 2], rtol=1e-3, atol=1e-4)
 
 
@@ -317,7 +317,7 @@ def test_a_converted_subclass_equals_the_plain_program(kind, double):
         DataParallelModel(converted, CPUS)(x), target
     )
     found.backward()
-    assert_equal(found.detach(), loss)
+    assert_equal(found, loss)
     assert_same_gradients(gradients(converted), expected, 1e-9)
     assert_close(converted.norm.running_var, net.norm.running_var)
     assert isinstance(converted.norm, kind)

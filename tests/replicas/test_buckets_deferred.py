@@ -9,8 +9,16 @@ import weakref
 import pytest
 import torch
 from helpers.optimizers import balanced_or_plain, sgd
-from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients, plain_program
+from helpers.problems import (
+    CLASSES,
+    assert_equal,
+    assert_same_gradients,
+    build_net,
+    gradients,
+    plain_program,
+)
 from helpers.slow import slow_but
+from helpers.updates import SIMULATED, values_of
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
@@ -39,11 +47,7 @@ OF_SHARDS = {
     "zero in place": lambda optimizer, net: optimizer.zero_grad(set_to_none=False),
     "step": lambda optimizer, net: optimizer.step(),
 }
-LAYOUTS = {
-    "one device": ["cpu"] * 3,
-    "three devices": ["sim:0", "sim:1", "sim:2"],
-    "balanced": ["sim:0", "sim:1", "sim:2"],
-}
+LAYOUTS = {"one device": ["cpu"] * 3, "three devices": SIMULATED, "balanced": SIMULATED}
 CASES = [
     *itertools.product(["one device", "three devices"], CHANGES, [False, True]),
     *itertools.product(["balanced"], OF_SHARDS, [False, True]),
@@ -60,8 +64,7 @@ def make_program(layout):
     """Returns a net, its model, its criterion and its optimizer."""
     net = build_net().to(LAYOUTS[layout][0])
     model = DataParallelModel(net, LAYOUTS[layout])
-    kind = torch.optim.SGD
-    optimizer = balanced_or_plain(model, kind, layout == "balanced")
+    optimizer = balanced_or_plain(model, torch.optim.SGD, layout == "balanced")
     return net, model, DataParallelCriterion(nn.MSELoss()), optimizer
 
 
@@ -88,14 +91,14 @@ def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
         backward(slice(13, 20))
         found = gradients(net, optimizer=optimizer)
         optimizer.step()
-        return [*found, *(parameter.detach() for parameter in net.parameters())]
+        return [*found, *values_of(net)]
 
     net = build_net()
     expected = run(net, net, nn.MSELoss(), sgd(net), contextlib.nullcontext)
     with simulate(3):
         net, model, criterion, optimizer = make_program(layout)
         found = run(net, model, criterion, optimizer, model.no_sync)
-        assert_same_gradients([gradient.cpu() for gradient in found], expected)
+        assert_same_gradients(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +121,12 @@ def test_an_update_between_deferred_gradients_equals_the_plain_program(layout, r
                 model.reduce_gradients()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        return [parameter.detach() for parameter in net.parameters()]
+        return values_of(net)
 
     net = build_net()
     expected = run(net, net, nn.MSELoss(), sgd(net), False)
     with simulate(3):
-        values = run(*make_program(layout), True)
-        assert_same_gradients([value.cpu() for value in values], expected)
+        assert_equal(run(*make_program(layout), True), expected)
 
 
 def test_grad_is_that_of_the_first_replica_before_the_reduction():

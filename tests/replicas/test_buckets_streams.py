@@ -102,7 +102,7 @@ def test_backward_on_other_streams_than_forward_equals_the_plain_program(
                 with stream:
                     torch.zeros(1000, device=stream.device)  # may be given what was kept
         assert_same_gradients(
-            [gradient.cpu() / 4 for gradient in gradients(model.module.net, optimizer=optimizer)],
+            [gradient / 4 for gradient in gradients(model.module.net, optimizer=optimizer)],
             expected,
         )
         found = torch.autograd.grad(
@@ -129,7 +129,7 @@ def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets,
                 loss.backward()
                 optimizer.step()
                 read = gradients(model.module.net, optimizer=optimizer)
-                assert_same_gradients([gradient.cpu() for gradient in read], expected)
+                assert_same_gradients(read, expected)
                 optimizer.zero_grad()
                 for index in range(3):
                     torch.accelerator.synchronize(index)

@@ -16,6 +16,7 @@ import torch
 from helpers.optimizers import balanced_or_plain
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import slow_but
+from helpers.updates import SIMULATED
 from torch import nn
 
 from balanced_parallel import (
@@ -29,12 +30,7 @@ from balanced_parallel import (
 )
 
 WINDOWS = 8
-LAYOUTS = [
-    ["sim:0", "sim:1", "sim:2"],
-    ["sim:1", "sim:0", "sim:1"],
-    ["sim:1", "sim:2"],
-    ["cpu", "sim:1", "cpu"],
-]
+LAYOUTS = [SIMULATED, ["sim:1", "sim:0", "sim:1"], ["sim:1", "sim:2"], ["cpu", "sim:1", "cpu"]]
 
 
 @contextlib.contextmanager
@@ -207,9 +203,7 @@ def test_chained_models_on_other_streams_equal_the_plain_program(double):
             torch.testing.assert_close(found.cpu(), result)
 
 
-CONCURRENT = [
-    *itertools.product([["sim:0", "sim:1", "sim:2"], ["cpu", "sim:0", "sim:1"]], [False, True])
-]
+CONCURRENT = [*itertools.product([SIMULATED, ["cpu", "sim:0", "sim:1"]], [False, True])]
 
 
 def together(*work):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.optimizers import sgd
 from helpers.ranks import on_ranks, run_ranks
+from helpers.updates import values_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -215,7 +216,7 @@ def train_on_ranks(rank):
         step = TrainStep(model, criterion, optimizer, max_grad_norm=0.3, micro_batch_size=2)
         for inputs, targets in batches():
             step(inputs[rank::2], targets[rank::2])
-        return [parameter.detach().cpu() for parameter in model.parameters()]
+        return values_of(model)
 
 
 def test_ranks_of_ddp_are_updated_with_reduced_gradients():

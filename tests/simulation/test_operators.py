@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers.optimizers import sgd
+from helpers.updates import values_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -151,7 +152,7 @@ def test_optimizers_give_the_results_of_the_cpu(name, way):
 
         for _ in range(3):
             optimizer.step(closure)
-        return [parameter.detach().cpu() for parameter in net.parameters()]
+        return values_of(net)
 
     expected = trained("cpu")
     with simulate(2):

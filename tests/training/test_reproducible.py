@@ -14,6 +14,7 @@ from helpers.ranks import run_ranks
 from helpers.slow import slow_but
 from helpers.steps import make_step as make_step_of
 from helpers.steps import parallel_step
+from helpers.updates import values_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -89,7 +90,7 @@ def train(step, updates=2, add=None):
             for part in zip(words.split(add), labels.split(add), strict=True):
                 step.add(*part)
             losses.append(step.apply())
-    parameters = [parameter.detach().cpu() for parameter in step.model.module.parameters()]
+    parameters = values_of(step.model.module)
     return [torch.stack(losses).cpu(), *parameters], torch.rand(())
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.problems import CLASSES, build_net, class_targets
 from helpers.ranks import on_ranks, run_ranks
+from helpers.updates import values_of
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -352,7 +353,7 @@ def check_alone(rank, name, updates, strategy):
     saved = step.state_dict()
     if rank:
         ALONE[name][0](step, saved)
-    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    before = values_of(step.model)
     message = error_of(lambda: train(step, rank, updates))
     assert ("Nothing was updated" if updates else "expected the same settings") in message
     assert all(

@@ -81,7 +81,7 @@ def test_replica_that_uses_no_parameter_equals_the_plain_program(double):
     ) / 9
     loss.backward()
     expected = gradients(net)
-    assert_close(make_step(net, split=[1, 2])(x, target), loss.detach())
+    assert_close(make_step(net, split=[1, 2])(x, target), loss)
     assert_same_gradients(gradients(net), expected)
 
 
@@ -98,9 +98,9 @@ def test_a_criterion_without_targets_is_called_with_the_output_alone(targets):
     inputs = torch.randn(7, 4)
     criterion = DataParallelCriterion(lambda output: output.square().mean(), weight="rows")
     step = make_step(net, criterion, lr=0.0, micro_batch_size=1)
-    assert_close(step(inputs, *targets), net(inputs).square().mean().detach())
+    assert_close(step(inputs, *targets), net(inputs).square().mean())
     step.add(inputs, *targets)
-    assert_close(step.apply(), net(inputs).square().mean().detach())
+    assert_close(step.apply(), net(inputs).square().mean())
 
 
 def train(step, numbers, mine):
@@ -171,7 +171,7 @@ def test_copy_of_a_step_does_not_share_the_accumulation(double, micro_batch_size
     copied = DUPLICATES[duplicate](step)
     for one, (inputs, targets) in ((copied, second), (step, first)):
         loss = copied(inputs, targets) if one is copied else step.apply()
-        assert_close(loss, F.cross_entropy(net(inputs), targets).detach())
+        assert_close(loss, F.cross_entropy(net(inputs), targets))
         assert one.micro_batch_size is None
 
 
@@ -307,7 +307,7 @@ def check_failure(rank, fail, micro_batch_size, precision, hooked):
         loss = F.cross_entropy(plain(inputs), targets)
         loss.backward()
         reference.step()
-        assert_close(step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error)
+        assert_close(step(inputs[mine], targets[mine]), loss, rtol=error, atol=error)
         assert_same_gradients(gradients(net), gradients(plain), error)
         net.load_state_dict(plain.state_dict())
 

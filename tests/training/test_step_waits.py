@@ -21,6 +21,7 @@ from helpers.problems import (
 )
 from helpers.slow import slow, slow_but
 from helpers.steps import make_step as make_step_of
+from helpers.updates import values_of
 from torch import nn
 
 from balanced_parallel import (
@@ -160,7 +161,7 @@ def test_a_batch_without_counted_targets_still_changes_nothing(place, name, prec
         inputs, targets = batch(place)
         step(inputs, targets)
         ignored = torch.full((ROWS,), -100).pin_memory().to(targets.device)
-        before = [parameter.detach().clone() for parameter in net.parameters()]
+        before = values_of(net)
         state = str(step.optimizer.state_dict())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -169,7 +170,7 @@ def test_a_batch_without_counted_targets_still_changes_nothing(place, name, prec
                 loss = step(inputs, ignored)
         assert ["nothing is updated" in str(warning.message) for warning in caught] == [True]
         assert loss.isnan()
-        assert all(map(torch.equal, before, net.parameters()))
+        assert all(map(torch.equal, before, values_of(net)))
         assert str(step.optimizer.state_dict()) == state
         assert step(inputs, targets).isfinite()
 

@@ -13,6 +13,7 @@ from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import slow, slow_but
 from helpers.steps import batch, make_step, rows_of, run, tolerance_of
+from helpers.updates import values_of
 from torch import nn
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -70,7 +71,7 @@ def check_several(rank, ranks, precision):
         assert norm > 0.1
         for one in (*references, *reference_schedulers):
             one.step()
-        assert_close(step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error)
+        assert_close(step(inputs[mine], targets[mine]), loss, rtol=error, atol=error)
         assert_close(step.grad_norm, norm, rtol=error, atol=0.0)
         assert_same_gradients(gradients(net), gradients(plain), error)
         if precision == "fp32":
@@ -118,7 +119,7 @@ def check_overflow(rank, ranks):
     step = TrainStep(
         model, criterion, optimizers, scheduler=schedulers, max_grad_norm=1.0, precision="fp16"
     )
-    before = [parameter.detach().clone() for parameter in net.parameters()]
+    before = values_of(net)
     step(torch.randn(4, 4), class_targets(4))
     assert all(map(torch.equal, net.parameters(), before))
     assert not optimizers[1].state
@@ -141,7 +142,7 @@ def test_overflow_skips_fused_optimizers(fused):
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
     step = make_step(net, nn.MSELoss(), optimizer, precision="fp16")
     step(torch.randn(4, 4), torch.rand(4, 5))
-    before = [parameter.detach().clone() for parameter in net.parameters()]
+    before = values_of(net)
     step(torch.randn(4, 4), torch.full((4, 5), torch.inf))
     assert all(map(torch.equal, net.parameters(), before))
     assert [int(state["step"]) for state in optimizer.state.values()] == [1] * 4

@@ -18,6 +18,7 @@ from helpers.problems import (
     plain_program,
 )
 from helpers.steps import make_step
+from helpers.updates import values_of
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion
@@ -45,7 +46,7 @@ def test_zero_weight_skips_the_update(rows):
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     step = make_step(net, optimizer=optimizer, scheduler=scheduler, precision="fp16")
     step(torch.randn(3, 4), class_targets(3))
-    before = [parameter.detach().clone() for parameter in net.parameters()]
+    before = values_of(net)
     state = str(optimizer.state_dict())
     scale = step.precision.scaler.state_dict()
     with pytest.warns(UserWarning, match="nothing is updated, and its loss is nan") as caught:

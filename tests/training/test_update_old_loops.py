@@ -10,6 +10,7 @@ from helpers.optimizers import balanced_or_plain
 from helpers.problems import CLASSES
 from helpers.ranks import run_ranks
 from helpers.steps import parallel_step
+from helpers.updates import SIMULATED, values_of
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -69,14 +70,10 @@ def train(devices, kind, after):
     for x, y in batches:
         step(x, y)
         after(net, optimizer)
-    return [parameter.detach().cpu() for parameter in net.parameters()]
+    return values_of(net)
 
 
-LAYOUTS = {
-    "one device": ["cpu"],
-    "three replicas": ["cpu"] * 3,
-    "balanced": ["sim:0", "sim:1", "sim:2"],
-}
+LAYOUTS = {"one device": ["cpu"], "three replicas": ["cpu"] * 3, "balanced": SIMULATED}
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -156,7 +153,7 @@ def test_gradients_that_are_changed_in_a_window_are_an_error(adds, devices, chan
     assert all(map(torch.equal, net.parameters(), before.parameters()))
     x, y = batch()
     loss = nn.functional.cross_entropy(net(x), y)
-    torch.testing.assert_close(step(x, y), loss.detach())  # the window is closed
+    torch.testing.assert_close(step(x, y), loss)  # the window is closed
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -172,7 +169,7 @@ def test_two_open_windows_of_one_model_are_an_error_of_both(devices):
 
 def test_owners_that_took_gradients_in_a_window_do_not_hide_that_they_were_cleared():
     with simulate(3):
-        _net, optimizer, step = build(["sim:0", "sim:1", "sim:2"])
+        _net, optimizer, step = build(SIMULATED)
         step.add(*batch())
         assert optimizer.param_groups[0]["lr"] == 0.1  # the owners take the gradients
         step.add(*batch())
