@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers.pages import PAGES, ROOT, blocks
 from helpers.problems import assert_equal, assert_same_gradients, gradients
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 PAGE = "docs/recipes/dataparallel.md"
 LOOPS = "tests/migrating_loops.md"
@@ -152,7 +153,7 @@ def test_snippets_equal_the_plain_program(page, title):
     loss.backward()
     exec(compile(program, f"{page}: {title}", "exec"), names)
     tolerance = TOLERANCES.get(title, 1e-10)
-    torch.testing.assert_close(names["loss"], loss, rtol=tolerance, atol=tolerance)
+    assert_close(names["loss"], loss, rtol=tolerance, atol=tolerance)
     used = re.findall(r"\w+", program)
     modules = [
         name for name, value in data.items() if isinstance(value, nn.Module) and name in used
@@ -201,4 +202,4 @@ def test_the_loop_of_a_step_trains_as_the_loop_with_accumulation():
         weights.append(names["net"].state_dict())
         assert names["scheduler"].last_epoch == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
-    torch.testing.assert_close(*weights, rtol=1e-10, atol=1e-10)
+    assert_equal(*weights)

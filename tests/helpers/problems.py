@@ -5,6 +5,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel
@@ -307,7 +308,7 @@ def assert_exact(module, criterion, inputs, *targets, plain=None, **settings):
     """Compares loss and gradients of three replicas with those of the plain program. ``settings`` are of the criterion."""
     loss, expected = plain_program(module, plain or criterion, inputs, targets)
     found, found_gradients = split_program(module, criterion, inputs, targets, **settings)
-    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10, equal_nan=True)
+    assert_close(found, loss, rtol=1e-10, atol=1e-10, equal_nan=True)
     assert_same_gradients(found_gradients, expected)
 
 
@@ -318,9 +319,14 @@ def assert_exact_update(step, module, criterion, inputs, targets):
     assert_same_gradients(gradients(module, criterion), expected)
 
 
+def class_batch(rows, ignored=0):
+    """Returns random rows and their classes, the first of which are ignored."""
+    return torch.randn(rows, 4), class_targets(rows, ignored)
+
+
 def assert_equal(found, expected):
     """Compares numbers in float64, or lists of them."""
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def zero_gradients(*modules):
@@ -334,7 +340,7 @@ def assert_same_gradients(found, expected, tolerance=1e-10):
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+            assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 class Calls(TorchDispatchMode):

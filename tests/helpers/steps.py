@@ -2,7 +2,7 @@
 
 import torch
 from helpers.optimizers import balanced_or_plain, sgd
-from helpers.problems import class_targets
+from helpers.problems import class_batch
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -61,7 +61,7 @@ def still_step(net, criterion, devices=3, **settings):
 def batch(number):
     """Returns a batch of seven rows, of which the first label is ignored."""
     torch.manual_seed(number)
-    return torch.randn(7, 4), class_targets(7, ignored=1)
+    return class_batch(7, ignored=1)
 
 
 def rows_of(rank, ranks):

@@ -13,7 +13,7 @@ from helpers.problems import (
     assert_equal,
     assert_same_gradients,
     build_net,
-    class_targets,
+    class_batch,
     gradients,
     plain_program,
 )
@@ -38,8 +38,7 @@ class TestGatherOutputs:
 
     def test_gathered_outputs_work_with_a_plain_loss(self):
         net = build_net()
-        x = torch.randn(7, 4)
-        target = class_targets(7, 2)
+        x, target = class_batch(7, 2)
         loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
         output = DataParallelModel(net, CPUS, gather_outputs=True)(x)
         found = nn.CrossEntropyLoss()(output, target)

@@ -8,6 +8,7 @@ import torch
 from helpers.loops import CPUS, Calls
 from helpers.problems import build_net
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelModel, Rows, Whole, scatter
 
@@ -118,9 +119,7 @@ def test_tensors_of_other_kinds_are_split_or_refused(name):
     assert all(output is x for output in pair(torch.ones(6, 4), Whole(x)).unzip()[1])
     if kind is None:
         whole = model(x).gather()
-        torch.testing.assert_close(
-            *(tensor.dequantize() if x.is_quantized else tensor for tensor in (whole, x))
-        )
+        assert_close(*(tensor.dequantize() if x.is_quantized else tensor for tensor in (whole, x)))
         return
     with pytest.raises(
         TypeError,
@@ -138,7 +137,7 @@ def test_a_list_of_mappings_is_accepted_with_in_dims(dims):
         DataParallelModel(nn.Identity(), CPUS)(entries)
     outputs = DataParallelModel(nn.Identity(), CPUS, in_dims=dims)(entries).gather()
     for output, entry in zip(outputs, entries, strict=True):
-        torch.testing.assert_close(output["x"], entry["x"])
+        assert_close(output["x"], entry["x"])
 
 
 def test_weights_of_devices_without_an_order_are_refused():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.optimizers import sgd
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
+from helpers.problems import CLASSES, assert_same_gradients, build_net, class_batch, gradients
 from torch import nn
 from torch.testing import assert_close
 
@@ -102,8 +102,7 @@ class TestListOutputs:
 
     def test_gathered_outputs_are_accepted_by_the_criterion(self):
         net = build_net()
-        x = torch.randn(7, 4)
-        target = class_targets(7)
+        x, target = class_batch(7)
         whole = DataParallelModel(net, CPUS)(x).gather()
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         assert_close(criterion([whole], target), F.cross_entropy(net(x), target))

@@ -7,13 +7,7 @@ import time
 import pytest
 import torch
 from helpers.optimizers import balanced_or_plain
-from helpers.problems import (
-    assert_same_gradients,
-    build_net,
-    class_targets,
-    gradients,
-    plain_program,
-)
+from helpers.problems import assert_same_gradients, build_net, class_batch, gradients, plain_program
 from helpers.releases import released_at_once
 from helpers.streams import TOO_EARLY, stream_on
 from torch import nn
@@ -76,8 +70,7 @@ class WithoutItsLastBucket(nn.Module):
 def test_backward_on_other_streams_than_forward_equals_the_plain_program(
     double, small_buckets, balanced
 ):
-    inputs = torch.randn(7, 4)
-    targets = class_targets(7)
+    inputs, targets = class_batch(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
         model = DataParallelModel(WithoutItsLastBucket())
@@ -114,8 +107,7 @@ def test_backward_on_other_streams_than_forward_equals_the_plain_program(
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets, balanced):
-    inputs = torch.randn(7, 4)
-    targets = class_targets(7)
+    inputs, targets = class_batch(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
         model = DataParallelModel(WithoutItsLastBucket())

@@ -31,6 +31,7 @@ import pytest
 import torch
 from helpers.optimizers import sgd
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 
@@ -166,6 +167,6 @@ def test_spectral_norm(devices, norm):
     for one in (model, plain):
         (one(inputs) + one(inputs)).sum().backward()
     for (name, parameter), other in zip(net.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad.cpu(), other.grad, msg=name)
+        assert_close(parameter.grad.cpu(), other.grad, msg=name)
     for (name, buffer), other in zip(net.named_buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(buffer.cpu(), other, msg=name)
+        assert_close(buffer.cpu(), other, msg=name)

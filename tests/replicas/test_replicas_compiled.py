@@ -17,6 +17,7 @@ from helpers.problems import assert_equal
 from helpers.slow import slow, slow_but
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -144,9 +145,9 @@ def test_evaluations_by_hand_on_several_devices():
         with torch.no_grad():
             outputs = model(inputs).gather("cpu")
             expected = net.last(torch.tanh(net.first(inputs.to(cluster.devices[0])))).cpu()
-        torch.testing.assert_close(outputs, expected)
+        assert_close(outputs, expected)
         with inference(model):
-            torch.testing.assert_close(model(inputs).gather("cpu"), expected)
+            assert_close(model(inputs).gather("cpu"), expected)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import assert_equal, assert_same_gradients, class_targets, gradients
+from helpers.problems import assert_equal, assert_same_gradients, class_batch, gradients
 from helpers.slow import slow_but
 from torch import nn
 
@@ -48,8 +48,7 @@ def test_modes_are_put_back_after_an_error_too():
 
 def test_evaluation_between_steps_leaves_training_as_it_is(double):
     """Replicas are made in the evaluation, and trained afterwards."""
-    inputs = torch.randn(7, 4)
-    targets = class_targets(7, 2)
+    inputs, targets = class_batch(7, 2)
     plain = make_net().requires_grad_()
     plain[2].p = 0.0
     loss = F.cross_entropy(plain(inputs), targets)

@@ -18,6 +18,7 @@ from helpers.problems import CLASSES, assert_same_gradients, build_net, class_ta
 from helpers.slow import slow_but
 from helpers.updates import SIMULATED
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -184,7 +185,7 @@ def test_training_on_other_streams_equals_the_plain_program(
         )
         for x, target in zip(inputs, targets, strict=True):
             step(written_on("sim:2", x), written_on("sim:0", target))
-        torch.testing.assert_close(
+        assert_close(
             [one.cpu() for one in model.parameters()],
             list(plain.parameters()),
             rtol=1e-9,
@@ -200,7 +201,7 @@ def test_chained_models_on_other_streams_equal_the_plain_program(double):
         second = DataParallelModel(nn.Identity(), ["sim:2", "sim:0", "sim:1"])
         for x, result in zip(inputs, expected, strict=True):
             found = gather(second(first(written_on("sim:1", x))), "sim:1")
-            torch.testing.assert_close(found.cpu(), result)
+            assert_close(found.cpu(), result)
 
 
 CONCURRENT = [*itertools.product([SIMULATED, ["cpu", "sim:0", "sim:1"]], [False, True])]

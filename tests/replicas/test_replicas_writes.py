@@ -18,6 +18,7 @@ from helpers.updates import (
     values_of,
 )
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 
@@ -262,8 +263,8 @@ def test_a_forward_that_writes_parameters_runs_once_per_device(frozen, enabled):
             net = Momentum()
             net.key.requires_grad_(not frozen)
             found = gather(DataParallelModel(net, devices)(x))
-            torch.testing.assert_close(found.cpu(), output)
-            torch.testing.assert_close(net.key.weight.cpu(), expected.key.weight)
+            assert_close(found.cpu(), output)
+            assert_close(net.key.weight.cpu(), expected.key.weight)
         for devices in (["cpu", "cpu"], ["sim:0", "sim:1", "sim:1"]):
             net = Momentum()
             net.key.requires_grad_(not frozen)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers.problems import build_net
 from helpers.ranks import on_ranks
+from torch.testing import assert_close
 
 from balanced_parallel import PerReplica, gather, parallelize, weighted_mean
 from balanced_parallel.runtime import collectives
@@ -34,7 +35,7 @@ def test_outputs_of_uneven_ranks_are_gathered_with_their_gradients(rank):
     assert result["loss"].tolist() == [0.0, 1.0, 2.0]
     # Every rank computes the same loss: gradients are its own, times the ranks.
     result["x"].pow(3).sum().backward()
-    torch.testing.assert_close(mine.grad, 3 * 3 * mine.detach() ** 2)
+    assert_close(mine.grad, 3 * 3 * mine.detach() ** 2)
     with pytest.raises(ValueError, match="on rank 0"):
         gather([torch.zeros(2, 3 + rank)])
 
@@ -58,7 +59,7 @@ def test_a_weighted_mean_over_ranks_leaves_out_those_of_weight_zero(rank):
     rows_of_rank(rank)
     loss = torch.tensor([1.0, float("nan"), 3.0][rank])
     mean = weighted_mean([loss], [[2, 0, 1][rank]])
-    torch.testing.assert_close(mean, torch.tensor(5.0 / 3))
+    assert_close(mean, torch.tensor(5.0 / 3))
 
 
 @on_ranks(3, fresh=True)

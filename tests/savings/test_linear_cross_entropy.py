@@ -10,6 +10,7 @@ from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.ranks import on_ranks
 from helpers.slow import slow
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -100,7 +101,7 @@ def test_training_equals_the_plain_loop(double, tied, micro_batch_size):
         loss.backward()
         plain_optimizer.step()
         assert_equal(step(tokens, targets), loss)
-        torch.testing.assert_close(learning, plain_learning, rtol=1e-9, atol=1e-9)
+        assert_close(learning, plain_learning, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -154,9 +155,7 @@ def test_simulated_devices_never_have_the_logits_of_all_rows(precision):
                 loss = step(inputs, targets)
             losses.append(loss.cpu())
         peaks.append(max(cluster.peak))
-    torch.testing.assert_close(
-        losses[0], losses[1], rtol=1e-5 if precision == "fp32" else 1e-2, atol=0
-    )
+    assert_close(losses[0], losses[1], rtol=1e-5 if precision == "fp32" else 1e-2, atol=0)
     assert peaks[1] >= 2 * rows // 2 * positions * words * 4
     assert peaks[0] <= 0.35 * peaks[1]  # there are 4 chunks only
 

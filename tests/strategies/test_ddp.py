@@ -12,6 +12,7 @@ from helpers.problems import (
     assert_equal,
     assert_same_gradients,
     build_net,
+    class_batch,
     class_targets,
     gradients,
     plain_program,
@@ -20,6 +21,7 @@ from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
 from helpers.steps import parallel_step
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import TrainStep, gather, parallelize
@@ -79,7 +81,7 @@ def test_a_start_and_two_updates_print_no_warnings_of_torch(rank):
         for strategy in ("ddp", "fsdp"):
             step = parallel_step(build_net(), strategy=strategy, micro_batch_size=2)
             for rows in (4, 5 * rank):
-                step(torch.randn(rows, 4), class_targets(rows))
+                step(*class_batch(rows))
 
 
 @on_ranks(2)
@@ -197,9 +199,7 @@ def test_sparse_gradients_with_ranks_without_rows(rank):
     for way in WAYS:
         model, update = make_update(way, Words(), nn.CrossEntropyLoss())
         for _ in range(3):
-            torch.testing.assert_close(
-                update(*(cut_over_ranks(each, sizes, rank) for each in batch)), loss
-            )
+            assert_close(update(*(cut_over_ranks(each, sizes, rank) for each in batch)), loss)
             sparse, *others = gradients(model.module)
             assert sparse.is_sparse
             assert_same_gradients(
@@ -414,6 +414,4 @@ def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
         by_hand.zero_grad()
         nn.functional.mse_loss(plain(inputs), targets).backward()
         by_hand.step()
-        torch.testing.assert_close(
-            list(net.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-12
-        )
+        assert_close(list(net.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-12)

@@ -10,6 +10,7 @@ from helpers.problems import (
     assert_equal,
     assert_same_gradients,
     build_net,
+    class_batch,
     class_targets,
     gradients,
     plain_program,
@@ -18,6 +19,7 @@ from helpers.ranks import on_ranks, run_ranks
 from helpers.steps import parallel_step
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, parallelize
 from balanced_parallel.strategies import ranks
@@ -66,7 +68,7 @@ def test_loss_is_on_its_way_to_the_host_before_the_last_backward(rank):
             lambda *of: of[2].register_hook(lambda gradient: events.append("backward")) and None
         )
         step = parallel_step(net, micro_batch_size=2)
-        step(torch.randn(4, 4), class_targets(4))
+        step(*class_batch(4))
     finally:
         ranks.start_copy = start_copy
     assert events == ["backward", "start", "backward", "wait"]
@@ -77,7 +79,7 @@ def test_gradients_of_parameters_without_an_optimizer_are_exact(rank):
     """The gradients of all parameters are the true ones, whichever optimizer has them."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    batch = torch.randn(7, 4), class_targets(7)
+    batch = class_batch(7)
     expected = plain_program(build_net(), torch.nn.CrossEntropyLoss(), *batch)
     model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
     step = TrainStep(
@@ -185,23 +187,21 @@ def test_first_backward_may_fail_anywhere(rank, place, frozen):
             lambda *of: of[2].requires_grad and of[2].register_hook(fail) and None
         )
     step = TrainStep(model, criterion, sgd(model, lr=0.0))
-    inputs = torch.randn(5, 4)
-    targets = class_targets(5)
+    inputs, targets = class_batch(5)
     with pytest.raises(
         (ValueError, RuntimeError), match="this rank fails" if rank == 0 else "1 of 2 ranks failed"
     ):
         step(inputs, targets)
     loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
     for _ in range(3):
-        torch.testing.assert_close(step(inputs, targets), loss)  # Both ranks have the same rows.
+        assert_close(step(inputs, targets), loss)  # Both ranks have the same rows.
         assert_same_gradients(gradients(net), expected, 1e-6)
 
 
 @on_ranks(2)
 def test_parameters_have_no_hooks(rank):
     """A hook that is removed leaves an empty dictionary, which each backward asks: it would take 4 % of a small one."""
-    inputs = torch.randn(5, 4)
-    targets = class_targets(5)
+    inputs, targets = class_batch(5)
     for way in WAYS:
         model, update = make_update(way, build_net(), nn.CrossEntropyLoss())
         for _ in range(2):
@@ -215,8 +215,7 @@ def test_parameters_have_no_hooks(rank):
 def test_gradients_do_not_depend_on_the_previous_update(rank):
     """Gradients are divided as they are made, by about what the window before weighed. That must not show in any bit."""
     torch.manual_seed(0)
-    inputs = torch.randn(32, 4)
-    targets = class_targets(32, 7)
+    inputs, targets = class_batch(32, 7)
     model, criterion = parallelize(build_net().float(), torch.nn.CrossEntropyLoss())
     found = []
     for before, rows in ((None, 11), (3, 11), (11, 11), (20, 11), (None, 16), (16, 16)):
@@ -272,7 +271,7 @@ def test_second_loss_may_use_parameters_that_the_criterion_does_not_use(rank):
         loss = criterion(model(inputs), targets) + model.module.branches[1].weight.sum()
         loss.backward()
         assert model.module.first.weight.grad.any()
-        torch.testing.assert_close(
+        assert_close(
             model.module.branches[1].weight.grad, torch.ones(CLASSES, CLASSES, dtype=torch.float64)
         )
 

@@ -17,6 +17,7 @@ from helpers.fsdp import whole_gradients
 from helpers.problems import (
     assert_same_gradients,
     build_net,
+    class_batch,
     class_targets,
     gradients,
     plain_program,
@@ -196,8 +197,7 @@ def metric_of_the_page():
 def batches():
     torch.manual_seed(0)
     net = build_net()
-    x = torch.randn(6, 4)
-    targets = class_targets(6)
+    x, targets = class_batch(6)
     predictions = net(x).argmax(1)
     return (
         net,
@@ -302,8 +302,7 @@ def register_parameter(net):
 @on_ranks(2)
 def test_parameters_that_came_after_parallelize_are_refused_in_a_loop_by_hand(rank, strategy):
     """Their gradients were not reduced, and the ranks drifted apart."""
-    x = torch.randn(2, 4)
-    target = class_targets(2)
+    x, target = class_batch(2)
     for change in (replace_head, add_adapter, register_parameter):
         net = build_net()
         model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy=strategy)

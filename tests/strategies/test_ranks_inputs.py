@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.fsdp import whole_gradients
-from helpers.problems import assert_same_gradients, gradients
+from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.ranks import on_ranks
 from helpers.steps import parallel_step
 from torch import nn
-from torch.testing import assert_close
 
 from balanced_parallel import AdditiveLoss, DataParallelCriterion, parallelize
 from balanced_parallel.batch.outputs import PerReplica
@@ -128,7 +127,7 @@ def test_gradients_of_inputs_are_those_of_the_loss_of_all_rows(rank, way, strate
     parts = [tensor.split(sizes)[rank] for tensor in (x, y)]
     results = way(models, LOSSES[name](), parts[0].clone().requires_grad_(), parts[1])
     for result, value in zip(results, expected, strict=True):
-        assert_close(result, value.split(sizes)[rank], rtol=1e-10, atol=1e-12)
+        assert_equal(result, value.split(sizes)[rank])
     found = [each for model in models for each in whole_gradients(model.module)]
     assert_same_gradients(found, gradients(*plain))
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers.fsdp import whole
 from helpers.optimizers import sgd
+from helpers.problems import assert_equal
 from helpers.ranks import on_ranks
 from helpers.steps import parallel_step
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, convert_sync_batchnorm, parallelize
 
@@ -48,7 +48,7 @@ def batch_of(net, *sizes):
 
 def assert_gradients(module, plain):
     for parameter, expected in zip(module.parameters(), plain.parameters(), strict=True):
-        assert_close(whole(parameter.grad), expected.grad, rtol=1e-10, atol=1e-12)
+        assert_equal(whole(parameter.grad), expected.grad)
 
 
 @on_ranks(2)
@@ -201,9 +201,7 @@ def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
                     optimizers[1].step()
                 else:
                     step(*rows)
-                assert_close(
-                    list(model.parameters()), list(plain.parameters()), rtol=1e-10, atol=1e-12
-                )
+                assert_equal(list(model.parameters()), list(plain.parameters()))
 
 
 class Counted(nn.Module):
@@ -265,10 +263,8 @@ def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
                         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                             parameter.grad = gradient
                     step.optimizer.step()
-                assert_close(loss, expected, rtol=1e-10, atol=1e-12)
-                assert_close(
-                    list(model.module.buffers()), list(plain.buffers()), rtol=1e-10, atol=1e-12
-                )
+                assert_equal(loss, expected)
+                assert_equal(list(model.module.buffers()), list(plain.buffers()))
 
 
 class Chunks(nn.Module):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers.optimizers import sgd
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
 
@@ -153,7 +154,7 @@ def test_state_advances_once_per_update(kind, criterion, settings, method):
     for devices in (["cpu"], ["cpu"] * 3):
         moved = copy.deepcopy(net)
         result = train(moved, copy.deepcopy(plain), devices, method, **settings)
-        torch.testing.assert_close(result, expected)
+        assert_close(result, expected)
         assert getattr(moved, "forwards", UPDATES) == UPDATES
 
 
@@ -166,7 +167,7 @@ def test_state_advances_once_on_devices_with_copies():
         result = train(
             net.to(cluster.devices[0]), criterion, cluster.devices, "step", micro_batch_size=1
         )
-    torch.testing.assert_close(result, expected)
+    assert_close(result, expected)
 
 
 @pytest.mark.parametrize("method", ["step", "add"])

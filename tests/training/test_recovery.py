@@ -12,12 +12,13 @@ import random
 import pytest
 import torch
 from helpers.optimizers import balanced_or_plain
-from helpers.problems import CLASSES, class_targets
+from helpers.problems import CLASSES, class_batch, class_targets
 from helpers.ranks import on_ranks
 from helpers.releases import released_at_once
 from helpers.slow import slow_but
 from helpers.steps import make_step, run
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, convert_sync_batchnorm, parallelize, simulate
 from balanced_parallel.runtime.collectives import gather_objects
@@ -163,8 +164,7 @@ def wide():
 def test_training_within_a_part_of_the_memory_has_the_losses_of_all_of_it(balanced, add):
     def run(rows=600):
         torch.manual_seed(0)
-        inputs = torch.randn(rows, 4)
-        targets = class_targets(rows, ignored=rows // 12)
+        inputs, targets = class_batch(rows, ignored=rows // 12)
         some = Run(["sim:0", "sim:1"], build=wide, balanced=balanced)
         for _ in range(3):
             if add:
@@ -185,7 +185,7 @@ def test_training_within_a_part_of_the_memory_has_the_losses_of_all_of_it(balanc
     for part in (0.9, 0.5, 0.3, 0.1):
         with simulate(2, memory=int(least + part * (peak - least))):
             losses, size = run()
-        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+        assert_close(losses, expected, rtol=1e-5, atol=1e-6)
         sizes.append(size)
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) > 1
@@ -254,7 +254,7 @@ def test_an_optimizer_without_room_for_its_state_says_where(balanced):
         settings = {"kind": torch.optim.AdamW, "is_balanced": balanced, "micro_batch_size": "auto"}
         step = make_step(net, devices=[0], **settings)
         with pytest.raises(torch.OutOfMemoryError, match="sim out of memory") as caught:
-            step(torch.randn(2, 4), class_targets(2))
+            step(*class_batch(2))
         (note,) = caught.value.__notes__
         assert note.startswith(
             "This was the optimizer's step, which may have changed some parameters and not others: go on from"
@@ -303,11 +303,10 @@ def test_capacity_of_one_rank_decides_for_all(rank):
         with simulate(2, memory=memory):
             step = Run(rank=rank, build=wide).step
             torch.manual_seed(0)
-            inputs = torch.randn(1000, 4)
-            targets = class_targets(1000, ignored=10)
+            inputs, targets = class_batch(1000, ignored=10)
             losses.append(torch.stack([step(inputs, targets) for _ in range(3)]).cpu())
             size = step.micro_batch_size
-    torch.testing.assert_close(*losses)
+    assert_close(*losses)
     first, second = gather_objects(size)
     assert first == second < 1000
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.problems import CLASSES, class_targets
+from helpers.problems import CLASSES, class_batch
 from helpers.slow import slow
 from helpers.steps import make_step
 from torch import nn
@@ -41,8 +41,7 @@ class Run:
 
     def train(self, number, mode=None):
         torch.manual_seed(100 + number)
-        inputs = torch.randn(8, 4)
-        targets = class_targets(8, ignored=1)
+        inputs, targets = class_batch(8, ignored=1)
         parts = [(inputs[:5], targets[:5]), (inputs[5:], targets[5:])]
         torch.manual_seed(number)
         with mode or Failing():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.problems import class_targets
+from helpers.problems import class_batch, class_targets
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # documented without a public module
 
@@ -74,7 +74,7 @@ def make_step(layer, *, devices=("cpu",), whole=False, in_dims=None, **settings)
 
 def make_batch(number=0):
     torch.manual_seed(number)
-    return torch.randn(8, 4), class_targets(8)
+    return class_batch(8)
 
 
 @pytest.mark.parametrize(

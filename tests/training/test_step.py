@@ -22,6 +22,7 @@ from helpers.problems import (
     assert_equal,
     assert_same_gradients,
     build_net,
+    class_batch,
     class_targets,
     gradients,
     plain_program,
@@ -46,8 +47,7 @@ from balanced_parallel.batch.rows import Batch, Cut
 
 def test_bfloat16_and_float16_losses_are_close_to_float32():
     torch.manual_seed(3)
-    x = torch.randn(16, 4)
-    target = class_targets(16)
+    x, target = class_batch(16)
     losses = {}
     for precision in ("fp32", "bf16", "fp16"):
         step = make_step(build_net(), micro_batch_size=3, precision=precision)
@@ -61,8 +61,7 @@ def test_bfloat16_and_float16_losses_are_close_to_float32():
 def test_step_on_one_device_is_bitwise_equal_to_the_plain_program():
     torch.manual_seed(0)
     net = build_net().float()
-    x = torch.randn(11, 4)
-    target = class_targets(11, 3)
+    x, target = class_batch(11, 3)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     assert torch.equal(make_step(net, devices=1, lr=0.0)(x, target), loss)
     assert all(map(torch.equal, gradients(net), expected))
@@ -88,7 +87,7 @@ def test_replica_that_uses_no_parameter_equals_the_plain_program(double):
 def test_gradient_scaler_is_used():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     step = make_step(build_net(), precision=Precision("fp16", scaler))
-    step(torch.randn(4, 4), class_targets(4))
+    step(*class_batch(4))
     assert step.precision.scaler is scaler
 
 
@@ -336,8 +335,7 @@ def test_failed_step_can_be_repeated_on_ranks(fail, precision, micro_batch_size,
 )
 def test_return_outputs_has_the_outputs_before_the_update(double, rows, micro_batch_size, sizes):
     net = build_net()
-    inputs = torch.randn(rows, 4)
-    targets = class_targets(rows)
+    inputs, targets = class_batch(rows)
     expected = net(inputs).detach()
     step = make_step(net, devices=3, micro_batch_size=micro_batch_size)
     loss, outputs = step(inputs, targets, return_outputs=True)
@@ -353,8 +351,7 @@ def test_return_outputs_has_the_outputs_before_the_update(double, rows, micro_ba
 def test_outputs_stay_on_their_devices():
     with simulate(devices=3):
         net = build_net()
-        inputs = torch.randn(11, 4)
-        targets = class_targets(11)
+        inputs, targets = class_batch(11)
         expected = net(inputs).detach()
         step = make_step(net, devices=range(3), micro_batch_size=2)
         _, outputs = step(inputs, targets, return_outputs=True)
@@ -377,8 +374,7 @@ class Structured(nn.Sequential):
 
 def test_outputs_keep_their_structure(double):
     net = Structured(build_net())
-    inputs = torch.randn(7, 4)
-    targets = class_targets(7)
+    inputs, targets = class_batch(7)
     expected = net(inputs).parts["square"].detach()
     criterion = DataParallelCriterion(
         lambda output, target: F.cross_entropy(output.logits, target), weight=lambda o, t: len(t)
@@ -395,7 +391,7 @@ def test_outputs_keep_their_structure(double):
 def test_an_empty_batch_has_no_outputs():
     step = make_step(build_net(), micro_batch_size=2)
     with pytest.warns(UserWarning, match="nothing is updated"):
-        loss, outputs = step(torch.randn(0, 4), class_targets(0), return_outputs=True)
+        loss, outputs = step(*class_batch(0), return_outputs=True)
     assert loss.isnan()
     assert (outputs, outputs.sizes) == ([], ())
 
@@ -416,7 +412,7 @@ def test_outputs_are_kept_only_with_return_outputs(is_asked):
         alive.append(sum(reference() is not None for reference in seen))
 
     net[0].register_forward_hook(lambda *of: of[2].register_hook(count) and None)
-    step(torch.randn(7, 4), class_targets(7), **({"return_outputs": True} if is_asked else {}))
+    step(*class_batch(7), **({"return_outputs": True} if is_asked else {}))
     assert len(seen) == 7
     assert is_asked == (max(alive) == 7)
     assert is_asked or max(alive) == 0

@@ -15,6 +15,7 @@ from helpers.problems import (
     assert_equal,
     assert_same_gradients,
     build_net,
+    class_batch,
     class_targets,
     gradients,
     plain_program,
@@ -186,8 +187,7 @@ def test_loss_and_gradients_are_those_of_the_plain_program(
     net = build_net()
     criterion = CRITERIA[name]()
     plain = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
-    inputs = torch.randn(ROWS, 4)
-    targets = class_targets(ROWS, ignored)
+    inputs, targets = class_batch(ROWS, ignored)
     loss, expected = plain_program(net, plain, inputs, targets)
     with simulate(3):
         if place == "device":

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.optimizers import sgd
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
+from helpers.problems import CLASSES, assert_same_gradients, build_net, class_batch, gradients
 from helpers.slow import slow, slow_but
 from helpers.steps import batch, make_step, rows_of, run, tolerance_of
 from helpers.updates import values_of
@@ -120,13 +120,13 @@ def check_overflow(rank, ranks):
         model, criterion, optimizers, scheduler=schedulers, max_grad_norm=1.0, precision="fp16"
     )
     before = values_of(net)
-    step(torch.randn(4, 4), class_targets(4))
+    step(*class_batch(4))
     assert all(map(torch.equal, net.parameters(), before))
     assert not optimizers[1].state
     assert [one.get_last_lr() for one in schedulers] == [[0.5], [0.1]]
     assert step.precision.scaler.get_scale() == 2.0**15
     net[2].overflows = False
-    step(torch.randn(4, 4), class_targets(4))
+    step(*class_batch(4))
     assert not any(map(torch.equal, net.parameters(), before))
     assert [one.get_last_lr() for one in schedulers] == [[0.25], [0.05]]
 
@@ -159,12 +159,12 @@ def test_parameter_in_two_optimizers_raises_an_error():
     other = nn.Parameter(torch.zeros(2))
     several = [torch.optim.SGD([*net[0].parameters(), other], lr=0.1), sgd(net[2])]
     step = make_step(net, optimizer=several)
-    step(torch.randn(3, 4), class_targets(3))
+    step(*class_batch(3))
     several[1].add_param_group({"params": [other]})
     with pytest.raises(
         ValueError, match=r"a parameter of shape \(2,\) is in the optimizers 0 and 1"
     ):
-        step(torch.randn(3, 4), class_targets(3))
+        step(*class_batch(3))
 
 
 NO_OPTIMIZER = "the optimizer is an object of type generator, expected an instance of Optimizer, or"
@@ -218,8 +218,7 @@ class Prompted(nn.Sequential):
 
 def test_gradient_of_a_buffer_equals_the_plain_program(double):
     module = Prompted()
-    x = torch.randn(11, 4)
-    target = class_targets(11, 3)
+    x, target = class_batch(11, 3)
     F.cross_entropy(module(x), target).backward()
     expected = module.prompt.grad.clone()
     module.prompt.grad = None
@@ -260,7 +259,7 @@ def counted(hidden, target):
 
 def shared_batch():
     torch.manual_seed(0)
-    return torch.randn(11, 4), class_targets(11)
+    return class_batch(11)
 
 
 def shared_gradients():
@@ -338,7 +337,7 @@ def test_optimizers_that_need_a_closure_are_named(balanced, precision):
     name = type(step.optimizer).__name__
     message = rf"{name}\.step\(\) failed without a closure: 'NoneType' object is not callable; if it needs one, call optimizer"
     with pytest.raises(RuntimeError, match=message) as caught:
-        step(torch.randn(3, 4), class_targets(3))
+        step(*class_batch(3))
     note = caught.value.__notes__[-1]
     assert note.startswith(
         "This was the optimizer's step, which may have changed some parameters and not others: go on from"

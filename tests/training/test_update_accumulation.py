@@ -13,6 +13,7 @@ from helpers.problems import (
     assert_equal,
     assert_same_gradients,
     build_net,
+    class_batch,
     class_targets,
     gradients,
     plain_program,
@@ -26,8 +27,7 @@ from balanced_parallel import DataParallelCriterion
 
 def test_uneven_and_empty_micro_batches_equal_the_plain_program(double):
     net = build_net()
-    x = torch.randn(11, 4)
-    target = class_targets(11, 5)
+    x, target = class_batch(11, 5)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     step = make_step(net)
     for rows in (slice(0, 3), slice(3, 3), slice(3, 4), slice(4, 9), slice(9, 11)):
@@ -45,7 +45,7 @@ def test_zero_weight_skips_the_update(rows):
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     step = make_step(net, optimizer=optimizer, scheduler=scheduler, precision="fp16")
-    step(torch.randn(3, 4), class_targets(3))
+    step(*class_batch(3))
     before = values_of(net)
     state = str(optimizer.state_dict())
     scale = step.precision.scaler.state_dict()
@@ -61,8 +61,7 @@ def test_zero_weight_skips_the_update(rows):
 def test_float16_gradients_do_not_overflow_in_accumulation():
     """With a scale of 2**16, gradients of the sum of many terms would be past 65504: the window is divided as it accumulates."""
     net = build_net()
-    x = torch.randn(512, 4)
-    target = class_targets(512)
+    x, target = class_batch(512)
     with torch.autocast("cpu", torch.float16):
         loss = F.cross_entropy(net(x), target)
     (loss * 2.0**16).backward()
@@ -75,8 +74,7 @@ def test_float16_gradients_do_not_overflow_in_accumulation():
 def test_float16_divisor_of_a_window_is_near_the_weight_of_the_one_before():
     """Nobody knows after the first row of a run that 500 will follow: the first update may overflow, and is skipped then."""
     net = build_net()
-    x = torch.randn(512, 4)
-    target = class_targets(512)
+    x, target = class_batch(512)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     step = make_step(net, precision="fp16")
     for number in range(2):
@@ -151,5 +149,5 @@ def test_micro_batches_have_at_most_micro_batch_size_rows_per_device(
     step.model.register_forward_hook(
         lambda model, inputs, outputs: seen.append([len(output) for output in outputs])
     )
-    step(torch.randn(rows, 4), class_targets(rows))
+    step(*class_batch(rows))
     assert seen == expected

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.fsdp import whole
 from helpers.optimizers import sgd
-from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
+from helpers.problems import assert_same_gradients, build_net, class_batch, class_targets, gradients
 from helpers.slow import slow_but
 from helpers.steps import make_step, parallel_step, rows_of, run, tolerance_of
 from torch import nn
@@ -137,8 +137,7 @@ def test_hooks_are_back_after_each_part_of_an_update():
     calls = []
     handle = net[0].weight.register_hook(lambda gradient: calls.append(1))
     step = make_step(net)
-    inputs = torch.randn(7, 4)
-    targets = class_targets(7)
+    inputs, targets = class_batch(7)
     step.add(inputs, targets)
     assert calls == []
     F.cross_entropy(net(inputs), targets).backward()
@@ -161,7 +160,7 @@ def test_hooks_with_gradients_in_pieces_are_refused():
         TypeError,
         match="a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected",
     ):
-        step(torch.randn(7, 4), class_targets(7))
+        step(*class_batch(7))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +169,7 @@ def test_hooks_with_gradients_in_pieces_are_refused():
 def test_hooks_of_modules_are_warned_of_once_where_a_batch_is_cut(register):
     net = build_net()
     getattr(net[2], register)(lambda *of: None)
-    inputs = torch.randn(7, 4)
-    targets = class_targets(7)
+    inputs, targets = class_batch(7)
 
     message = r"module\.2 has a hook of its backward, which gets gradients of one micro-batch"
     for settings in (

@@ -13,6 +13,7 @@ from helpers.steps import parallel_step
 from helpers.updates import SIMULATED, values_of
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
 
@@ -116,7 +117,7 @@ def use_the_optimizer_by_hand(devices, set_to_none):
     for parameter, before, gradient in zip(
         net.parameters(), plain.parameters(), gradients, strict=True
     ):
-        torch.testing.assert_close(parameter.cpu(), before - 0.1 * gradient)
+        assert_close(parameter.cpu(), before - 0.1 * gradient)
 
 
 CHANGES = {
@@ -153,7 +154,7 @@ def test_gradients_that_are_changed_in_a_window_are_an_error(adds, devices, chan
     assert all(map(torch.equal, net.parameters(), before.parameters()))
     x, y = batch()
     loss = nn.functional.cross_entropy(net(x), y)
-    torch.testing.assert_close(step(x, y), loss)  # the window is closed
+    assert_close(step(x, y), loss)  # the window is closed
 
 
 @pytest.mark.parametrize("devices", [1, 3])
