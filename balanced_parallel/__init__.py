@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from . import savings
 from .batch.by_cost import ByCost
 from .batch.outputs import PerReplica, gather
-from .batch.rows import Rows, Whole, scatter
+from .batch.rows import Along, Rows, Whole, scatter
 from .batch.samplers import BalancedBatchSampler, RankBatchSampler
 from .loss.coupled import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
@@ -26,7 +26,7 @@ from .loss.overlap import DiceLoss, JaccardLoss, TverskyLoss
 from .loss.rules import loss_weight
 from .loss.sums import weighted_mean
 from .optim.balanced import BalancedOptimizer
-from .replicas.all_rows import sum_over_rows
+from .replicas.all_rows import SumOverRows
 from .replicas.batchnorm import convert_sync_batchnorm
 from .replicas.model import DataParallelModel
 from .runtime.values import Precision
@@ -43,6 +43,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdditiveLoss",
+    "Along",
     "BalancedBatchSampler",
     "BalancedOptimizer",
     "ByCost",
@@ -55,6 +56,7 @@ __all__ = [
     "Precision",
     "RankBatchSampler",
     "Rows",
+    "SumOverRows",
     "TrainStep",
     "TverskyLoss",
     "Whole",
@@ -66,7 +68,6 @@ __all__ = [
     "savings",
     "scatter",
     "simulate",
-    "sum_over_rows",
     "verify",
     "weighted_mean",
 ]
@@ -82,6 +83,11 @@ def __getattr__(name: str) -> Any:
     """Loads the module of a public name at its first use."""
     if name == "memory":
         return importlib.import_module(".memory", __name__)
+    if name == "sum_over_rows":  # An AttributeError would be another error in an import.
+        raise ImportError(
+            "sum_over_rows is gone, expected SumOverRows: write self.add = SumOverRows() in the module and self.add(x.sum(0)) in "
+            "its forward; give DataParallelCriterion(function, sums_rows=True) for a function that calls one"
+        )
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_PLACES[name], __name__), name)

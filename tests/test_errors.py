@@ -31,7 +31,10 @@ LONGER = ("device_kind=…", "the allocator of … devices is not known", "…: 
 
 
 def errors_of(source):
-    """Yields line number and text of each raised error. An ellipsis stands for values, but not for constants of the module."""
+    """Yields line number and text of each raised error.
+
+    The text has all arguments. An ellipsis stands for values, but not for constants of the module.
+    """
     tree = ast.parse(source)
     assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
     constants = {
@@ -54,7 +57,7 @@ def errors_of(source):
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            yield node.lineno, text(node.exc.args[0])
+            yield node.lineno, "".join(map(text, node.exc.args))
 
 
 def faults(source):

@@ -10,9 +10,10 @@ from test_walls import imported_modules
 import balanced_parallel
 
 PUBLIC = """
-AdditiveLoss BalancedBatchSampler BalancedOptimizer ByCost Checkpoints DataParallelCriterion DataParallelModel DiceLoss
-JaccardLoss PerReplica Precision RankBatchSampler Rows TrainStep TverskyLoss Whole convert_sync_batchnorm gather loss_weight
-memory parallelize savings scatter simulate sum_over_rows verify weighted_mean
+AdditiveLoss Along BalancedBatchSampler BalancedOptimizer ByCost Checkpoints DataParallelCriterion
+DataParallelModel DiceLoss JaccardLoss PerReplica Precision RankBatchSampler Rows SumOverRows
+TrainStep TverskyLoss Whole convert_sync_batchnorm gather loss_weight memory parallelize savings
+scatter simulate verify weighted_mean
 """
 
 

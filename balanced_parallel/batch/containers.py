@@ -208,7 +208,7 @@ def describe(node: object) -> str:
     return f"{type(node).__name__} with entries {', '.join(container.places) or '(none)'}"
 
 
-Dims = int | None | Sequence[Any] | Mapping[Any, Any]
+Dims = int | None | Sequence[Any]
 
 
 def check_dim(dim: object) -> None:
@@ -218,35 +218,29 @@ def check_dim(dim: object) -> None:
 
 
 def check_dims(dims: object, name: str) -> None:
-    """Raises ``TypeError`` if ``dims`` contains anything but integers, ``None``, sequences and
-    mappings.
-    """
+    """Raises ``TypeError`` if ``dims`` contains anything but integers, ``None`` and sequences."""
     for dim in _single_dims(dims):
         if isinstance(dim, bool) or not isinstance(dim, int | None):
             raise TypeError(
                 f"{name} contains {dim!r}, expected the dimension of the rows, None for a value without rows, or a sequence "
-                "or a mapping of these"
+                "of these in the order of the entries"
             )
 
 
 def _single_dims(dims: object) -> list[object]:
-    if isinstance(dims, (str, bytes)) or not isinstance(dims, (Mapping, Sequence)):
+    if isinstance(dims, (str, bytes)) or not isinstance(dims, Sequence):
         return [dims]
-    entries = dims.values() if isinstance(dims, Mapping) else dims
-    return [dim for entry in entries for dim in _single_dims(entry)]
+    return [dim for entry in dims for dim in _single_dims(entry)]
 
 
-def leaf_dims(
-    node: object, dims: Dims, default: int | None, place: str = ""
-) -> Iterator[int | None]:
+def leaf_dims(node: object, dims: Dims, place: str = "") -> Iterator[int | None]:
     """Yields the dimension of the rows of each leaf of ``node``, in the order of :func:`leaves`.
 
-    ``dims`` is one dimension for all leaves, or a sequence or mapping with one entry per entry of
-    ``node``. ``None`` stands for a leaf without rows, and ``default`` for the entries that a
-    mapping does not contain.
+    ``dims`` is one dimension for all leaves, or a sequence with one entry per entry of ``node``.
+    ``None`` stands for a leaf without rows.
 
     Example:
-        >>> list(leaf_dims({"x": 1, "state": (2, 3)}, {"state": (1, None)}, 0))
+        >>> list(leaf_dims({"x": 1, "state": (2, 3)}, (0, (1, None))))
         [0, 1, None]
     """
     if dims is None or isinstance(dims, int):
@@ -257,32 +251,13 @@ def leaf_dims(
         raise ValueError(
             f"{place or 'the value'} is {describe(node)}, expected a container, for which the dimensions {dims!r} are"
         )
-    entries = _dims_of_entries(container, dims, default, place or "the value")
-    for key, child, entry in zip(
-        container.places, container.children, entries.values(), strict=True
-    ):
-        yield from leaf_dims(child, entry, default, place + key)
-
-
-def _dims_of_entries(
-    container: Container,
-    dims: "Sequence[Dims] | Mapping[object, Dims]",
-    default: int | None,
-    place: str,
-) -> dict[str, Dims]:
-    names = entry_names(container)
-    if not isinstance(dims, Mapping):
-        if len(dims) != len(names):
-            raise ValueError(
-                f"{place} has {len(names)} entries, expected {len(dims)}, one for each of the dimensions {dims!r}"
-            )
-        return dict(zip(names, dims, strict=True))
-    by_name = {str(key): entry for key, entry in dims.items()}
-    if unknown := by_name.keys() - set(names):
+    count = len(container.children)
+    if len(dims) != count:
         raise ValueError(
-            f"{place} has the entries {', '.join(names)}, expected {min(unknown)!r}, for which dims are given"
+            f"{place or 'the value'} has {count} entries, expected {len(dims)}, one for each of the dimensions {dims!r}"
         )
-    return {name: by_name.get(name, default) for name in names}
+    for key, child, entry in zip(container.places, container.children, dims, strict=True):
+        yield from leaf_dims(child, entry, place + key)
 
 
 def entry_names(container: Container) -> list[str]:
@@ -298,7 +273,7 @@ def map_rows(
     """Returns a copy of ``node`` with ``function(leaf, dim)`` in place of each leaf, from the
     dimension of its rows.
     """
-    dims_of_leaves = leaf_dims(node, dims, 0, place)
+    dims_of_leaves = leaf_dims(node, dims, place)
     return map_leaves(lambda leaf: function(leaf, next(dims_of_leaves)), node)
 
 
@@ -307,11 +282,8 @@ def dims_at(node: object, dims: Dims, key: object) -> Dims:
     if dims is None or isinstance(dims, int):
         return dims
     container = open_container(node)
-    return (
-        0
-        if container is None
-        else _dims_of_entries(container, dims, 0, "the output").get(str(key), 0)
-    )
+    names = [] if container is None else entry_names(container)
+    return dims[names.index(str(key))] if str(key) in names else 0
 
 
 def is_first(dims: Dims) -> bool:

@@ -7,6 +7,7 @@ mismatch raises the same error on all ranks instead of a hang.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -61,6 +62,10 @@ class PerReplica(list[Any], containers.Leaf):
         torch.Size([5, 10])
     """
 
+    # A reference to the model whose forward made them, and the notes of each replica's forward.
+    model_of: Callable[[], Any] = staticmethod(lambda: None)
+    notes: Sequence[Any] | None = None
+
     def __init__(
         self, entries: Iterable[object], sizes: Sequence[int | None] | None = None, dim: Dims = 0
     ) -> None:
@@ -79,11 +84,42 @@ class PerReplica(list[Any], containers.Leaf):
             )
         if self and not isinstance(dim, int):
             # a check
-            list(leaf_dims(self[0], dim, 0, "the entry, or the result of map(function, dim=...),"))
+            list(leaf_dims(self[0], dim, "the entry, or the result of map(function, dim=...),"))
         self.dim = dim
         self.order: list[int] | None = None
         if dim != 0:
             self.__class__ = _PlacedOutputs
+
+    @classmethod
+    def of(cls, outputs: object, dim: Dims = None) -> "PerReplica":
+        """Converts the outputs that a criterion is given: a list with one entry per replica, or a
+        ``PerReplica`` per leading argument.
+        """
+        if isinstance(outputs, cls) and outputs:
+            return outputs
+        is_list = isinstance(outputs, (list, tuple)) and not containers.is_named_tuple(outputs)
+        if not isinstance(outputs, (list, tuple)) or not is_list or not outputs:
+            raise TypeError(
+                f"the criterion was given {containers.describe(outputs)}, expected the list that DataParallelModel returns, with "
+                "one output per replica; for the output of one replica write criterion([output], ...)"
+            )
+        if all(isinstance(part, cls) for part in outputs):
+            first: PerReplica = outputs[0]
+            return first.zip(*outputs[1:])
+        dim = 0 if dim is None else dim
+        sizes = [_rows_of(containers.first_tensor(output), dim) for output in outputs]
+        _refuse_outputs_of_one_replica(outputs, sizes)
+        replicas = cls(outputs, sizes, dim)
+        replicas.has_sizes = False
+        return replicas
+
+    def check_rows(self, rows: int | None) -> None:
+        """Raises ``ValueError`` for a plain list of outputs without the rows of the targets."""
+        sizes = [size for size in self.sizes if size is not None]
+        if rows is not None and (sum(sizes) != rows if sizes else len(self) > 1):
+            raise ValueError(
+                f"the criterion was given {len(self)} outputs with {sum(sizes) or 'no'} rows, and targets with {rows}, {_ADVICE}"
+            )
 
     def __repr__(self) -> str:
         """Returns rows and device of each entry, and what the first one is."""
@@ -165,7 +201,8 @@ class PerReplica(list[Any], containers.Leaf):
                     f"outputs have {list(self.sizes)} rows per replica {rows}, expected the same rows: give both models "
                     "the same inputs, devices and split"
                 )
-        return self._of_same_rows(zip(*parts, strict=True), tuple(part.dim for part in parts))
+        dims = tuple(part.dim for part in parts)
+        return PerReplica(zip(*parts, strict=True), self.sizes, dims).in_order(self.order)
 
     def narrow(self, start: int, rows: int) -> "PerReplica":
         """Returns views of ``rows`` rows from ``start`` on. They stay on their devices."""
@@ -183,7 +220,7 @@ class PerReplica(list[Any], containers.Leaf):
                     _narrow(entry, range(first, first + len(common)), self.dim, len(part))
                 )
                 sizes.append(len(common))
-        return PerReplica(entries, sizes, self.dim)
+        return PerReplica(entries, sizes, self.dim).made_by(self.model_of())
 
     def on(self, device: torch.device) -> Any:
         """Concatenates the entries of this rank on ``device``, in the order of the batch."""
@@ -217,7 +254,24 @@ class PerReplica(list[Any], containers.Leaf):
         return self._of_same_rows(map(select, self), dims_at(self[0], self.dim, key) if self else 0)
 
     def _of_same_rows(self, entries: Iterable[object], dim: Dims) -> "PerReplica":
-        return PerReplica(entries, self.sizes, dim).in_order(self.order)
+        outputs = PerReplica(entries, self.sizes, dim).in_order(self.order)
+        return outputs.made_by(self.model_of(), self.notes)
+
+    def made_by(self, model: Any, notes: Sequence[Any] | None = None) -> "PerReplica":
+        """Sets the model whose forward made the outputs, and its notes. Returns ``self``."""
+        if model is not None:
+            self.model_of = weakref.ref(model)
+            self.notes = notes or self.notes
+        return self
+
+    def become(self, others: "PerReplica") -> None:
+        """Takes the entries and the notes of another forward of the same rows."""
+        self[:] = list(others)
+        self.notes = others.notes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy gets. The model stays here."""
+        return {name: vars(self)[name] for name in ("has_sizes", "sizes", "dim", "order")}
 
     @classmethod
     def __torch_function__(
@@ -250,6 +304,33 @@ class _PlacedOutputs(PerReplica):
     """Outputs with their rows in another dimension or order than the batch, which a copy of the
     entries alone would lose.
     """
+
+
+def _rows_of(tensor: Tensor | None, dim: Dims) -> int | None:
+    """Returns the size of a tensor in the dimension of the rows, if it has one."""
+    if tensor is None or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+        return None
+    return tensor.size(dim)
+
+
+def _refuse_outputs_of_one_replica(outputs: Sequence[Any], sizes: Sequence[int | None]) -> None:
+    """Raises ``ValueError`` for a list that may have several outputs of one replica: equal rows, on
+    one device.
+    """
+    devices = {
+        tensor.device for tensor in map(containers.first_tensor, outputs) if tensor is not None
+    }
+    if len(outputs) > 1 and None not in sizes and len({*sizes}) == len(devices) == 1:
+        raise ValueError(
+            f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
+            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica, {_ADVICE}"
+        )
+
+
+_ADVICE = (
+    "expected a PerReplica, which knows the rows of each: use outputs.map(function) for a comprehension, outputs.unzip() for "
+    "zip(*outputs) and for a model that returns a list, outputs.logits for one part"
+)
 
 
 def _refuse(operation: str, error: type[Exception]) -> NoReturn:
@@ -363,7 +444,7 @@ def repeated_rows(
     if not sizes or not sizes[0]:
         return None
     columns = zip(*(containers.leaves(output, "output") for output in outputs), strict=False)
-    for column, dim in zip(columns, leaf_dims(outputs[0], dims, 0), strict=False):
+    for column, dim in zip(columns, leaf_dims(outputs[0], dims), strict=False):
         leaves = [leaf for _, leaf in column]
         if dim is None or not all(
             isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim() for leaf in leaves
@@ -391,7 +472,7 @@ def join(
     target = torch.device("cpu") if first is None else first.device
     if device is not None:
         target = resolve_device(device)
-    dims_of_leaves = leaf_dims(outputs[0], dims, 0, "output")
+    dims_of_leaves = leaf_dims(outputs[0], dims, "output")
 
     def join_leaves(place: str, values: list[Any]) -> object:
         dim = next(dims_of_leaves)
@@ -525,7 +606,7 @@ def _gather_ranks(
     if first is None:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
     join_leaves = functools.partial(
-        _join_ranks, dims=leaf_dims(first[0], dims, 0), pads=any(pads_of_ranks)
+        _join_ranks, dims=leaf_dims(first[0], dims), pads=any(pads_of_ranks)
     )
     without_rows = map_rows(functools.partial(_without_rows, device=device), first[0], dims)
     layout_without_rows = containers.map_leaves(_layout_of_leaf, without_rows)

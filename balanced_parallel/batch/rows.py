@@ -17,16 +17,17 @@ most 3 per device, on two devices::
 import contextlib
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
-from ..runtime.torch_private import CHILDREN, base_of
+from ..runtime.torch_private import CHILDREN, base_of, is_compiled
 from . import containers
 from .containers import Dims, Nested, check_dim, leaf_dims
 from .outputs import PerReplica, refuse_word_counts, take_rows
@@ -82,9 +83,24 @@ class Rows:
 
 
 class Along:
-    """Marks a tensor, or a list of plain values, with its rows in dimension ``dim``."""
+    """Marks a tensor, or a list of plain values, with its rows in dimension ``dim``.
+
+    Args:
+        leaf: a tensor, or a list with one plain value per row.
+        dim: the dimension of its rows.
+
+    Example:
+        >>> images, state = torch.zeros(5, 3), torch.zeros(2, 5, 4)
+        >>> pieces = scatter((images, Along(state, 1)), ["cpu", "cpu"])
+        >>> [(shard.shape, state.shape) for shard, state in pieces]
+        [(torch.Size([3, 3]), torch.Size([2, 3, 4])), (torch.Size([2, 3]), torch.Size([2, 2, 4]))]
+    """
 
     def __init__(self, leaf: Any, dim: int) -> None:
+        if isinstance(leaf, (tuple, Mapping)) and not containers.is_row_list(leaf):
+            raise TypeError(
+                f"Along was given {containers.describe(leaf)}, expected a tensor: mark each one, as in (Along(h, 1), Along(c, 1))"
+            )
         self.leaf = leaf
         self.dim = dim
 
@@ -116,86 +132,14 @@ def map_marked(function: Callable[[Any], object], node: Nested) -> Nested:
     return containers.map_leaves(apply, node)
 
 
-def mark(
-    arguments: Arguments,
-    dims: Dims,
-    function: Callable[..., object],
-    *,
-    first: int = 0,
-    unnamed: int = 0,
-) -> Arguments:
-    """Marks arguments of ``function`` with the dimensions of their rows: a sequence by position, a
-    mapping by position or name.
-
-    One dimension is that of all arguments, and ``None`` marks nothing. ``first`` is the position in
-    the call of ``arguments.inputs[0]``. ``unnamed`` is the number of arguments of the function
-    before these, which the output fills: an output that is a tuple fills several arguments of a
-    criterion, but is one argument of the call.
-    """
-    if dims is None:
-        return arguments
-    names = _names(function)
-    count = first + len(arguments.inputs)
-
-    def key_at(position: int) -> int | str:
-        place = position + unnamed
-        return names[place] if 0 <= place < len(names) else position
-
-    by_key: Mapping[int | str, Dims] = {}
-    if isinstance(dims, Mapping):
-        by_key = {
-            key_at(key) if isinstance(key, int) else key: entry for key, entry in dims.items()
-        }
-        if names and (unknown := by_key.keys() - {*names, *arguments.kwargs}):
-            raise ValueError(
-                f"dimensions are given for {unknown.pop()!r}, expected the name or position of one of {', '.join(names)}"
-            )
-    elif isinstance(dims, int):
-        by_key = dict.fromkeys([*map(key_at, range(first, count)), *arguments.kwargs], dims)
-    elif len(dims) <= count:
-        by_key = {key_at(position): entry for position, entry in enumerate(dims)}
-    else:
-        raise ValueError(
-            f"the dimensions {dims!r} are given for {len(dims)} arguments, but {count} were passed by position; give "
-            "the others by name, as in {'mask': None}"
-        )
-
-    def mark_value(value: object, key: int | str, label: str) -> object:
-        return mark_leaves(value, by_key[key], label) if key in by_key else value
-
-    positions = enumerate(arguments.inputs)
-    inputs = [mark_value(value, key_at(first + at), f"inputs[{at}]") for at, value in positions]
+def mark(arguments: Arguments, dim: int) -> Arguments:
+    """Marks all arguments with the dimension of their rows. Marks that they have stay."""
+    inputs = [mark_leaves(value, dim, f"inputs[{at}]") for at, value in enumerate(arguments.inputs)]
     kwargs = {
-        name: mark_value(value, name, f"kwargs[{name!r}]")
+        name: mark_leaves(value, dim, f"kwargs[{name!r}]")
         for name, value in arguments.kwargs.items()
     }
     return Arguments(tuple(inputs), kwargs)
-
-
-def mark_inputs(
-    arguments: Arguments, dims: Dims, module: torch.nn.Module, method: str | None
-) -> Arguments:
-    """Returns the arguments of a module's ``forward``, or of another method, marked with the
-    ``in_dims`` of ``forward``.
-    """
-    function = getattr(module, method or "forward")
-    if method is not None and dims is not None and not isinstance(dims, int):
-        if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
-            raise ValueError(
-                f"in_dims={dims!r} has positions of arguments of forward, which do not apply to {method!r}: give them by name, "
-                "as in {'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
-            )
-        names = _names(function)
-        dims = {key: of_argument for key, of_argument in dims.items() if not names or key in names}
-    return mark(arguments, dims, function)
-
-
-def _names(function: Callable[..., object]) -> list[str]:
-    """Returns the names of a function's arguments, or none if it accepts any or has no signature."""
-    parameters = parameters_of(function) or []
-    if any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters):
-        return []
-    return [parameter.name for parameter in parameters]
 
 
 def parameters_of(function: Callable[..., object]) -> list[inspect.Parameter] | None:
@@ -215,7 +159,7 @@ def mark_leaves(value: Nested, dims: Dims, place: str) -> Nested | Whole:
         return value
     if dims is None:
         return Whole(value)
-    dims_of_leaves = leaf_dims(value, dims, 0, place)
+    dims_of_leaves = leaf_dims(value, dims, place)
 
     def mark_leaf(leaf: object) -> object:
         dim = next(dims_of_leaves)
@@ -282,7 +226,7 @@ def _common_rows(
             raise ValueError(
                 f"{difference}: {first} is {_described(leaf)} ({rows} rows), {place} is {_described(other)} ({count} "
                 "rows); give all the same number of rows, wrap an input that every replica needs whole in Whole(...), a "
-                "list with one entry per row in Rows(...), or give in_dims="
+                "list with one entry per row in Rows(...), and a tensor with rows in dimension 1 in Along(x, 1)"
             )
     for place, entries in lists.items():
         is_longer = type(entries) is tuple and 1 < rows < len(entries)
@@ -290,8 +234,8 @@ def _common_rows(
             entry = containers.describe(entries[0])
             raise ValueError(
                 f"{place} is a {type(entries).__name__} of {len(entries)} entries of one type (the first is {entry}): each entry "
-                "may be a row, or have all rows; wrap it in Rows(...) if its entries are rows, make it a tuple or give "
-                "in_dims= if each entry has all rows, or wrap it in Whole(...)"
+                "may be a row, or have all rows; wrap it in Rows(...) if its entries are rows, make it a tuple if each "
+                "entry has all rows, or wrap it in Whole(...)"
             )
     return rows if counts else None
 
@@ -341,8 +285,8 @@ def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
     if isinstance(leaf, Tensor):
         if leaf.dim() and not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
-                f"{place} is {containers.describe(leaf)}, expected rows in dimension {dim}: give in_dims= for arguments "
-                "with rows in another dimension, or wrap it in Whole(...)"
+                f"{place} is {containers.describe(leaf)}, expected rows in dimension {dim}: wrap it in Along(x, 1) "
+                "for rows in dimension 1, or in Whole(...)"
             )
         return leaf.size(dim) if leaf.dim() else None
     if isinstance(leaf, Rows):
@@ -486,6 +430,32 @@ class MicroBatch(NamedTuple):
     shards: Sequence[Shard]
 
 
+class Noting(Protocol):
+    """Notes what happens in the forwards of a model."""
+
+    def call(
+        self,
+        module: nn.Module,
+        function: Callable[..., object],
+        /,
+        *inputs: object,
+        **kwargs: object,
+    ) -> object:
+        """Calls a function of a module. Returns its output with the notes."""
+
+    def open(self, output: object) -> tuple[object, object]:
+        """Returns the output of :meth:`call`, and the notes. They are None for another output."""
+
+
+class ByHand(NamedTuple):
+    """A forward by hand, whose outputs may have a loss."""
+
+    method: str | None
+    arguments: Arguments
+    outputs: Callable[[], PerReplica | None]  # a weak reference
+    noting: Noting | None
+
+
 class ParallelModel(nn.Module):
     """The model of a :class:`TrainStep`.
 
@@ -496,11 +466,13 @@ class ParallelModel(nn.Module):
     devices: list[torch.device]
     split: Sequence[float] | None  # the weight of each device; None for equal parts
     dim: int
-    in_dims: Dims
     out_dims: Dims
     # Methods that have run over ranks, and the mode of the module, with True for those that
     # communicate with other ranks.
     runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
+    noting: Noting | None = None
+    # The latest forwards whose outputs have a number.
+    latest: Sequence[ByHand] = ()
     _has_graph = False  # The graph of a forward was looked at.
 
     if TYPE_CHECKING:  # nn.Module has Any
@@ -514,7 +486,7 @@ class ParallelModel(nn.Module):
         if inputs and type(inputs[0]) is MicroBatch:
             outputs = self._run_shards(inputs[0].shards)
         else:
-            outputs = self._run_by_hand(None, Arguments(inputs, kwargs))
+            outputs = self._by_hand(None, Arguments(inputs, kwargs))
         if not self._has_graph and torch.is_grad_enabled():
             self._has_graph = True
             refuse_word_counts(outputs)
@@ -524,13 +496,48 @@ class ParallelModel(nn.Module):
         """Calls a method of the module other than ``forward``, with arguments split and outputs
         returned as in a forward.
 
-        Entries of ``in_dims`` by name apply to its arguments too. Positions in ``in_dims`` are
-        those of ``forward``.
-
         Example:
             >>> features = model.call("encode_image", images)  # doctest: +SKIP
         """
-        return self._run_by_hand(method, Arguments(inputs, kwargs))
+        return self._by_hand(method, Arguments(inputs, kwargs))
+
+    def _by_hand(self, method: str | None, arguments: Arguments) -> Any:
+        outputs = self._run_by_hand(method, arguments)
+        if isinstance(outputs, PerReplica) and outputs and has_number(outputs[0]):
+            outputs.made_by(self)
+            new = ByHand(method, arguments, weakref.ref(outputs), self.noting)
+            # Two losses may be computed after two forwards.
+            self.latest = *self.latest[-1:], new
+        elif self.latest:
+            self.latest = ()
+        return outputs
+
+    def run_again(self, number: int, outputs: PerReplica) -> None:
+        """Runs one of the latest forwards by hand again, and replaces its outputs. All ranks call
+        this.
+        """
+        latest = [*self.latest]
+        method, arguments, *_ = latest[number]
+        outputs.become(self._run_by_hand(method, arguments))
+        latest[number] = latest[number]._replace(noting=self.noting)
+        self.latest = latest
+
+    def _open(self, noting: Noting, entries: Sequence[object], sizes: Sequence[Any]) -> PerReplica:
+        """Returns the outputs of a forward, with what was noted in it."""
+        entries, notes = zip(*map(noting.open, entries), strict=True)
+        return PerReplica(entries, sizes, self.out_dims).made_by(self, notes)
+
+    def note(self, noting: Noting) -> None:
+        """Sets what notes the forwards from now on, if nothing does.
+
+        Compiled modules have none: their operations are not seen.
+        """
+        if self.noting is None and not any(map(is_compiled, self.modules())):
+            self.noting = noting
+
+    def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
+        """Runs marked rows on the first device of this process."""
+        raise NotImplementedError
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the module, as ``model.module.compile(...)``.
@@ -542,14 +549,6 @@ class ParallelModel(nn.Module):
         There, a forward by hand raises ``RuntimeError``, unless gradients are off.
         """
         self.module.compile(*args, **kwargs)
-
-    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
-        """Returns the arguments marked with the dimensions of ``in_dims``."""
-        return (
-            arguments
-            if self.in_dims is None
-            else mark_inputs(arguments, self.in_dims, self.module, method)
-        )
 
     def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
         """Runs the module on the shards of a micro-batch of :class:`TrainStep`."""
@@ -570,6 +569,12 @@ class ParallelModel(nn.Module):
                     f"model.module.{name} for anything else"
                 ) from None
             raise
+
+
+def has_number(output: object) -> bool:
+    """Returns True if an output has a number, which may be a loss that the model computes."""
+    tensors = containers.tensors_in(output)
+    return any(not tensor.dim() and tensor.is_floating_point() for tensor in tensors)
 
 
 NOTHING = Arguments((), {})

@@ -4,12 +4,11 @@
 cost for each rank.
 """
 
-import inspect
 import math
 import reprlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
@@ -66,9 +65,9 @@ class RankBatchSampler(Sampler[list[int]]):
         ValueError: no rows, a batch size or a micro-batch size below 1, or a rank outside of the
             ranks. In an iteration: the sampler draws other rows from the same seed, or another
             number of rows.
-        RuntimeError: in an iteration, another batch sampler takes the batches for rows or cuts
-            them, as ``DataLoader(sampler=...)`` and ``accelerator.prepare(loader)`` do; or the
-            process group was made meanwhile.
+        RuntimeError: a library cuts the batches over the ranks again, as
+            ``accelerator.prepare(loader)`` does; or, in an iteration, the process group was made
+            meanwhile.
 
     Example:
         >>> sampler = RankBatchSampler(range(10), batch_size=6, rank=1, ranks=4)
@@ -137,6 +136,15 @@ class RankBatchSampler(Sampler[list[int]]):
         return collectives.world_size() if self._ranks is None else self._ranks
 
     @property
+    def drop_last(self) -> NoReturn:
+        """Raises ``RuntimeError``. A batch sampler that cuts the batches of another one reads it."""
+        name = type(self).__name__
+        raise RuntimeError(
+            f"the batches of a {name} are cut again, as accelerator.prepare(loader) does, expected a new {name}, and "
+            "DataLoader(batch_sampler=...) as it is"
+        )
+
+    @property
     def epoch(self) -> int:
         """The present epoch. The first is 0."""
         return self.batches // len(self)
@@ -150,7 +158,6 @@ class RankBatchSampler(Sampler[list[int]]):
         order = self._order()
         if self.sampler is not None:
             self._check_order(order)
-        self._refuse_batches_of_batches()
         if self.seed is not None and self._yielded_from == begin:
             raise RuntimeError(
                 "the rest of this epoch was yielded already, expected sampler.advance() after each batch"
@@ -229,22 +236,6 @@ class RankBatchSampler(Sampler[list[int]]):
         if self._yielded_from < 0 and repr(order) != repr(self._order()):
             raise ValueError(
                 f"the {name} drew other rows from the same seed, expected numbers of its generator alone, or ranks would differ"
-            )
-
-    def _refuse_batches_of_batches(self) -> None:
-        """Raises ``RuntimeError`` if another batch sampler takes batches for rows, or cuts them
-        over the ranks again.
-
-        It iterates as any caller does, so the caller is looked at.
-        """
-        wrapper = inspect.stack(0)[2].frame.f_locals.get("self")
-        if not isinstance(wrapper, BatchSampler):
-            return
-        if any(value is self for value in vars(wrapper).values()):
-            name = type(self).__name__
-            raise RuntimeError(
-                f"a {type(wrapper).__name__} cuts the batches of a {name} again, as DataLoader(sampler=...) and "
-                f"accelerator.prepare(loader) do, expected a new {name}, and DataLoader(batch_sampler=...) as it is"
             )
 
 

@@ -1,86 +1,43 @@
 """The first module whose bits differ between two runs of a program.
 
-The runs are compared by digests of what the modules compute for the rows of each forward: hooks of
-modules see outputs, hooks of tensors the gradients that reach an output and leave an input.
+The runs are compared by digests of the outputs of modules, and of the gradients that reach them.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..batch.containers import tensors_in
-from ..runtime import row_random
 from ..runtime.devices import Devices
-from ..runtime.torch_private import current_backward_id
 from .reasons import errors_of_state
-from .recording import Program
+from .recording import ModuleCalls, Program
 from .report import VerificationReport
 
-Record = tuple[str, list[int]]  # an output or a gradient, with digests of its tensors
-Run = tuple[Program, Callable[[], Tensor]]  # a program, and a step of it that returns the loss
+
+class DigestedProgram(Program):
+    """A program that keeps digests of outputs, and of the gradients that reach them."""
+
+    def keep(self, calls: ModuleCalls, label: str, output: object) -> None:
+        """Keeps an output. Adds its gradient, once the backward has it."""
+        _note(calls, f"output of {label}", output)
+        note = partial(_note, calls, f"gradient that reaches {label}")
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(note)  # It runs behind the hooks of the tensor.
 
 
-class Recorder:
-    """Records the last step of a program, by the first row of a forward."""
-
-    def __init__(self, program: Program) -> None:
-        self._groups: dict[int, list[Record]] = {}
-        for prefix, part in {"": program.module, "criterion.": program.criterion}.items():
-            for name, layer in part.named_modules() if isinstance(part, nn.Module) else ():
-                label = f"{(prefix + name).strip('.') or 'the model'} ({type(layer).__name__})"
-                begin = partial(self._begin_module, label, layer is program.module)
-                layer.register_forward_pre_hook(begin, with_kwargs=True)
-                layer.register_forward_hook(partial(self._end_module, label))
-
-    def records(self) -> Iterator[Record]:
-        """Yields the records of all groups."""
-        for row, records in sorted(self._groups.items()):
-            place = "" if row < 0 else f", in the group that begins with row {row}"
-            for text, digests in records:
-                yield text + place, digests
-
-    def _begin_module(
-        self, label: str, is_model: bool, layer: nn.Module, inputs: object, kwargs: object
-    ) -> None:
-        if current_backward_id() is None:  # A backward may run parts of a forward again.
-            row = _first_row()
-            if is_model:
-                self._groups[row] = []
-            records = self._groups.get(row, [])
-            for tensor in tensors_in((inputs, kwargs)):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(partial(_note, records, f"gradient from {label}"))
-
-    def _end_module(self, label: str, layer: nn.Module, inputs: object, output: object) -> None:
-        if current_backward_id() is None:
-            records = self._groups.get(_first_row(), [])
-            _note(records, f"output of {label}", output)
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:  # The hook runs behind those of the tensor.
-                    place = f"gradient that reaches {label}"
-                    tensor.grad_fn.register_prehook(partial(_note, records, place))
+Run = tuple[DigestedProgram, Callable[[], Tensor]]  # A step returns the loss.
 
 
-def _note(records: list[Record], place: str, value: object) -> None:
-    records.append((place, _digests(value)))
-
-
-def _first_row() -> int:
-    """Returns the first row of the forward that runs, or -1 if its rows have no numbers."""
-    row: int = getattr(row_random.running.get(), "first_row", -1)
-    return row
-
-
-def _digests(value: object) -> list[int]:
-    """Returns a hash of the bits of each tensor."""
-    return [*map(_digest, tensors_in(value))]
+def _note(calls: ModuleCalls, place: str, value: object) -> None:
+    calls.append((place, [_digest(tensor) for tensor in tensors_in(value)]))
 
 
 def _digest(tensor: Tensor) -> int:
+    """Returns a hash of the bits of a tensor."""
     try:
         return hash(_bits_of(tensor).cpu().numpy().tobytes())
     except RuntimeError:  # Nested tensors, and those inside of torch.func, have no memory to read.
@@ -99,35 +56,21 @@ def _count_differing(value: Tensor, expected: Tensor) -> float:
     return float((_bits_of(value) != _bits_of(expected)).sum())
 
 
-def _find_difference(recorders: Sequence[Recorder]) -> str | None:
+def _find_difference(first: Program, second: Program) -> str | None:
     """Returns the first record that differs, in the order of the rows."""
-    records = [recorder.records() for recorder in recorders]
+    previous = "the inputs"
+    records = [itertools.chain.from_iterable(program.calls) for program in (first, second)]
     for record, other in itertools.zip_longest(*records, fillvalue=("nothing", [])):
         if record != other:
-            return "; in the other run: ".join(dict.fromkeys([record[0], other[0]]))
+            places = "; in the other run: ".join(dict.fromkeys([record[0], other[0]]))
+            return f"{places}; equal up to {previous}"
+        previous = record[0]
     return None
 
 
-def compare_bits(make_runs: Callable[[], Sequence[Run]], devices: Devices) -> VerificationReport:
-    """Compares the bits of two programs, which are made anew.
-
-    If they differ, others run with a record of each module.
-    """
-    report = _compare_runs(make_runs(), devices, is_recorded=False)
-    if not report.equal:
-        for _ in range(3):  # Two runs may be equal by chance.
-            recorded = _compare_runs(make_runs(), devices, is_recorded=True)
-            if recorded.first_difference is not None:
-                return replace(report, first_difference=recorded.first_difference)
-    return report
-
-
-def _compare_runs(
-    runs: Sequence[Run], devices: Devices, *, is_recorded: bool
-) -> VerificationReport:
-    """Runs two steps, or one if that differs."""
+def compare_bits(runs: tuple[Run, Run], devices: Devices) -> VerificationReport:
+    """Compares the bits of two programs after two steps, or after one if that differs."""
     (first, _), (second, _) = runs
-    recorders = [Recorder(program) for program, _ in runs] if is_recorded else []
     number = 0
     difference = None
     while number < 2 and difference is None:
@@ -136,10 +79,10 @@ def _compare_runs(
         expected = {"": losses[0], **first.gradients()}
         values = {"": losses[1], **second.gradients()}
         errors = {name: _count_differing(values[name], expected[name]) for name in expected}
-        difference = _find_difference(recorders)
-        if difference is None and any(errors.values()):
+        if any(errors.values()):
             outside = "in no module: in a sum over groups, a hook of a parameter, or by chance"
-            difference = "in the loss" if errors[""] else outside
+            place = "in the loss" if errors[""] else outside
+            difference = _find_difference(first, second) or place
     return VerificationReport(
         devices=tuple(map(str, devices)),
         micro_batches=second.rounds,

@@ -24,16 +24,21 @@ from .recording import (
     copy_of,
     errors_of_calls,
     first_difference,
-    loss_in_parts,
     relative_error,
     scalar_of,
     weight_in_parts,
 )
 
+_LOSS = (
+    "the loss differs, and outputs do not: its rows depend on each other, or weight= "
+    "or reduction= is not that of the loss: give DataParallelCriterion neither for a loss of torch, reduction='sum' for a sum, "
+    "weight='rows' for a mean over rows, weight=, a function (output, *targets) -> scalar that returns the divisor, for "
+    "another mean, and whole=True or AdditiveLoss(statistics, finish) for any other loss"
+)
 _BY_ROW = "compare with reproducible=True"
 _WRITTEN = (
     "each replica and micro-batch writes it, from its own rows, and that of the first replica is kept: compute it from "
-    "sum_over_rows(statistic), which adds up the rows of all replicas and ranks"
+    "the result of a SumOverRows, which adds up the rows of all replicas and ranks"
 )
 # float64 with a part in float32
 _ROUNDING = TOLERANCES | {torch.float64: 1e-5, torch.float32: 1e-5}
@@ -86,11 +91,13 @@ def _last_reasons(comparison: Comparison, error_of_loss: float) -> list[str]:
     # The tolerance hides many a wrong loss, whose gradients are over it.
     is_half = plain.dtype.itemsize < 4
     difference = first_difference(plain.calls[0], comparison.split.calls, model.dim, limit)
-    if error_of_loss <= limit and difference is None and not is_half:
-        functions = "".join(f", as {each}" for each in _autograd_functions(comparison))
-        reason = f"a hook or an autograd function changes gradients{functions} (docs/limits.md)"
-        return [f"loss and outputs equal, gradients not: {reason}"]
-    return []
+    if difference is not None or is_half:
+        return []
+    if error_of_loss > limit:
+        return [] if comparison.losses.kind.couples_rows else [_LOSS]
+    functions = "".join(f", as {each}" for each in _autograd_functions(comparison))
+    reason = f"a hook or an autograd function changes gradients{functions} (docs/limits.md)"
+    return [f"loss and outputs equal, gradients not: {reason}"]
 
 
 def _autograd_functions(comparison: Comparison) -> list[str]:
@@ -169,7 +176,7 @@ def _mixed_rows(module: nn.Module, comparison: Comparison) -> Iterator[str]:
         return  # they have a reason of their own
     model = comparison.model
     limit = comparison.limit
-    batch = Batch(model.mark(comparison.inputs), dims=(model.dim, 0))
+    batch = Batch(comparison.inputs, dims=(model.dim, 0))
     whole = Program(module).forward(batch.inputs, model.devices[0])
     shards = batch.split(model.devices[:1] * 2, None)
     halves = [Program(module).forward(shard.inputs, shard.device) for shard in shards]
@@ -200,7 +207,7 @@ def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
 
 def _mixing_layers(comparison: Comparison) -> Iterator[str]:
     if comparison.split.rounds > 1 and sums_rows(comparison.module):
-        yield "sum_over_rows: each micro-batch has sums of its own rows, not of the whole batch"
+        yield "SumOverRows: each micro-batch has sums of its own rows, not of the whole batch"
     for name, layer in batch_norms(comparison.module).items():
         if len(comparison.model.devices) > 1 and not isinstance(layer, AllRowsBatchNorm):
             yield f"batch norm: {name} uses the statistics of the rows of each replica: {advice(layer)}"
@@ -220,7 +227,6 @@ def _reasons_of_loss(comparison: Comparison) -> Iterator[str]:
         yield f"random numbers: the loss draws them, because the same output gives another loss: {_BY_ROW}, or without them"
     elif not losses.kind.couples_rows:
         yield from without_errors(weight_in_parts(comparison))
-        yield from loss_in_parts(comparison)
 
 
 def _registered(part: object) -> dict[str, Tensor]:
@@ -237,41 +243,29 @@ def _registered(part: object) -> dict[str, Tensor]:
 
 
 def _attributes(part: object) -> dict[str, object]:
-    """Returns plain values, tensors, lists and dictionaries in attributes of a module or another
-    object.
-    """
+    """Returns plain values and tensors in attributes of a module or another object."""
     layers = part.named_modules() if isinstance(part, nn.Module) else [("", part)]
     return {
         f"{name}.{key}".lstrip("."): value
         for name, layer in layers
         for key, value in getattr(layer, "__dict__", {}).items()
-        if is_plain(value)
-        or isinstance(value, (Tensor, list, type(None)))
-        # nn.Module has others, as _buffers.
-        or (isinstance(value, dict) and not key.startswith("_"))
+        if is_plain(value) or isinstance(value, Tensor)
     }
 
 
 def _written(where: str, before: object, after: object) -> Iterator[str]:
     """Yields a reason for each state in which a module or another object differs from its copy."""
-    for state_of in (_attributes, _registered):
-        earlier = state_of(before)
-        for name, value in state_of(after).items():
-            is_flag = value is True and name not in earlier  # A replica without it sets up anew.
-            if not is_flag and not _same(earlier.get(name), value):
-                yield f"state written {where}: {name}; {_WRITTEN}"
+    earlier = _attributes(before) | _registered(before)
+    for name, value in (_attributes(after) | _registered(after)).items():
+        is_flag = value is True and name not in earlier  # A replica without it sets up anew.
+        if not is_flag and not _same(earlier.get(name), value):
+            yield f"state written {where}: {name}; {_WRITTEN}"
 
 
 def _same(before: object, after: object) -> bool:
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return before.shape == after.shape and bool(torch.equal(before.cpu(), after.cpu()))
-    if type(before) is not type(after):
-        return False
-    if isinstance(before, list) and isinstance(after, list):
-        return len(before) == len(after) and all(map(_same, before, after))
-    if isinstance(before, dict) and isinstance(after, dict):
-        return [*before] == [*after] and _same([*before.values()], [*after.values()])
-    return before == after if is_plain(before) else True  # other objects are not compared
+    return type(before) is type(after) and before == after
 
 
 def errors_of_state(

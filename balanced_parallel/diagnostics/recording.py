@@ -1,5 +1,5 @@
 """Programs that record what their modules compute, the first difference between two of them, and
-losses of parts of a batch.
+weights of parts of a batch.
 """
 
 import collections
@@ -16,11 +16,10 @@ from ..batch.containers import describe, leaves, tensors_in
 from ..batch.outputs import PerReplica, layout_of
 from ..batch.plan import consecutive
 from ..batch.rows import Arguments, cut, move_arguments, move_leaves, spread
-from ..loss.copies import Criterion, ShardLoss, call_spread, loss_of
+from ..loss.copies import Criterion, call_spread, loss_of
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import add_leaves
 from ..loss.kinds import call_weight
-from ..loss.rules import is_known
 from ..loss.sums import flat_weights
 from ..replicas.model import DataParallelModel
 from ..replicas.workers import current_replica
@@ -28,24 +27,19 @@ from ..runtime import row_random
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 Copied = TypeVar("Copied")
-# name and type of each module, as forwards end, with its tensors
-ModuleCalls = list[tuple[str, list[Tensor]]]
+# name and type of each module, as forwards end, with what is kept of its tensors
+ModuleCalls = list[tuple[str, list[Any]]]
 
 
 class Program:
-    """A copy of model and criterion that records each call of a module, by forward and replica.
+    """A copy of model and criterion that records each call of a module, by row, forward and replica."""
 
-    Without ``keeps_calls`` it records nothing.
-    """
-
-    def __init__(
-        self, module: nn.Module, criterion: Criterion | None = None, *, keeps_calls: bool = True
-    ) -> None:
+    def __init__(self, module: nn.Module, criterion: Criterion | None = None) -> None:
         self.module = copy_of(module)
         self.criterion: Any = copy_of(criterion)
         self.output: object = None
         self.module.register_forward_pre_hook(self._start_forward)
-        for name, layer in self.module.named_modules() if keeps_calls else ():
+        for name, layer in self.module.named_modules():
             label = f"{name or 'the model'} ({type(layer).__name__})"
             layer.register_forward_hook(partial(self._record, label))
         self.module.register_forward_hook(self._end_forward)
@@ -57,7 +51,7 @@ class Program:
 
     def begin(self, seed: int) -> None:
         """Deletes the calls and gradients of the previous step, and seeds the next."""
-        self._calls: dict[tuple[int, int], ModuleCalls] = {}
+        self._calls: dict[tuple[int, int, int], ModuleCalls] = {}
         # replicas in a forward, not in a recomputation by a checkpoint
         self._running = set[int]()
         self._forwards = collections.Counter[int]()  # per replica
@@ -88,8 +82,13 @@ class Program:
     def _record(self, label: str, layer: nn.Module, inputs: object, output: object) -> None:
         replica = _replica_index()
         if replica in self._running:
-            tensors = [tensor.detach().clone() for tensor in tensors_in(output)]
-            self._calls.setdefault((self._forwards[replica], replica), []).append((label, tensors))
+            first_row = getattr(row_random.running.get(), "first_row", 0)
+            place = (first_row, self._forwards[replica], replica)
+            self.keep(self._calls.setdefault(place, []), label, output)
+
+    def keep(self, calls: ModuleCalls, label: str, output: object) -> None:
+        """Adds a call. Its tensors are copied, because a later module may write to them."""
+        calls.append((label, [tensor.detach().clone() for tensor in tensors_in(output)]))
 
     def forward(self, arguments: Arguments, device: torch.device, seed: int = 0) -> ModuleCalls:
         """Runs the model on one device, and returns its calls."""
@@ -277,62 +276,34 @@ def copy_of(criterion: Copied) -> Copied:
         return criterion
 
 
-def loss_in_parts(comparison: Comparison) -> Iterator[str]:
-    """Yields a reason if the loss computed from uneven parts of the rows differs from that of all
-    rows, or raises an error.
-    """
-    wrapped = comparison.losses
-    targets = comparison.targets
-    if is_known(wrapped.module) and wrapped.weight is None:
-        return  # a rule gives the divisor
-    whole, *cuts = _cuts(comparison)
-    expected = scalar_of(wrapped.cut(whole, targets, {}).run(ShardLoss.call)[0])
-    try:
-        losses = [scalar_of(copy_of(wrapped)(parts, *targets)).to(expected) for parts in cuts]
-    except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
-        losses = []
-    is_equal = partial(torch.allclose, expected, rtol=comparison.limit, equal_nan=True)
-    if not losses or not all(map(is_equal, losses)):
-        yield (
-            "the loss: computed in parts it differs from the loss of the whole batch: its rows depend on each other, or weight= "
-            "or reduction= is not that of the loss: give DataParallelCriterion neither for a loss of torch, reduction='sum' for "
-            "a sum, weight='rows' for a mean over rows, weight=, a function (output, *targets) -> scalar that returns the "
-            "divisor, for another mean, and whole=True or AdditiveLoss(statistics, finish) for any other loss"
-        )
-
-
 def weight_in_parts(comparison: Comparison) -> Iterator[str]:
     """Yields a reason if the results of ``weight=`` for two parts of the rows do not add up to that
     for all rows.
 
     Equal parts hide a wrong divisor: the mean of their means is right.
     """
+    output = comparison.plain.output
+    dims = comparison.model.out_dims
+    dim = dims if isinstance(dims, int) else 0
+    rows = tensors_in(output)[0].size(dim)
     weigh = partial(call_weight, comparison.losses.weight)
-    all_rows, first_row, *_ = _cuts(comparison)
-    whole, first, others = (
-        sum(flat_weights(count))
-        for parts in (all_rows, first_row)
-        for count in comparison.losses.cut(parts, comparison.targets, {}).run(weigh)
-    )
+
+    def weights(sizes: list[int]) -> list[float]:
+        """Returns the weight of each part."""
+        parts = PerReplica(cut(output, consecutive(sizes), dim), sizes, dim)
+        calls = comparison.losses.cut(parts, comparison.targets, {})
+        return [sum(flat_weights(count)) for count in calls.run(weigh)]
+
+    (whole,) = weights([rows])
+    first, others = weights([1, rows - 1])
     if abs(first + others - whole) > comparison.limit * whole:
-        entries = len(spread(comparison.plain.output))
+        entries = len(spread(output))
         reason = (
             f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments"
             if entries > 1
             else ""
         )
         yield (
-            f"weight= does not add up: it returned {whole:g} for {all_rows.sizes[0]} rows, {first:g} for the first of them and "
+            f"weight= does not add up: it returned {whole:g} for {rows} rows, {first:g} for the first of them and "
             f"{others:g} for the others, expected the number of terms that the mean divides by{reason}"
         )
-
-
-def _cuts(comparison: Comparison) -> list[PerReplica]:
-    """Returns the output in one part, and in two uneven parts of its rows in several ways."""
-    output = comparison.plain.output
-    dims = comparison.model.out_dims
-    dim = dims if isinstance(dims, int) else 0
-    rows = tensors_in(output)[0].size(dim)
-    third = max(rows // 3, 1)
-    ways = [[rows], [1, rows - 1], [third, rows - third], [rows - third, third]]
-    return [PerReplica(cut(output, consecutive(sizes), dim), sizes, dim) for sizes in ways]

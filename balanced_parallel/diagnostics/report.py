@@ -31,7 +31,7 @@ class VerificationReport:
         warnings: what equal results do not show: a batch that was not split, a ``weight=`` that
             does not add up.
         compares_bits: True with ``reproducible="bits"``. Errors are numbers of elements whose bits
-            differ then, and the first difference is that of a module or a gradient.
+            differ then, and the first difference is that of an output or its gradient.
     """
 
     devices: tuple[str, ...]

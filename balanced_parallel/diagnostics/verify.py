@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..batch.containers import Dims
 from ..batch.rows import Batch, as_arguments, spread
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
@@ -19,9 +18,9 @@ from ..loss.means import UnknownMeanError
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices, without_tf32
-from ..runtime.values import check_number
+from ..runtime.values import check_number, naming_arguments
 from ..training.step import TrainStep
-from .bits import Run, compare_bits
+from .bits import DigestedProgram, Run, compare_bits
 from .reasons import errors_of_state, find_reasons, without_errors
 from .recording import (
     TOLERANCES,
@@ -38,6 +37,7 @@ _WHOLE = "nothing was split: one forward had all rows, expected several rows and
 WeightSetting = Callable[..., Any] | str | None
 
 
+@naming_arguments
 def verify(
     model: nn.Module,
     criterion: Criterion,
@@ -48,7 +48,6 @@ def verify(
     micro_batch_size: int | None = None,
     weight: WeightSetting = None,
     dim: int | None = None,
-    in_dims: Dims = None,
     tolerance: float | None = None,
     reproducible: bool | Literal["bits"] = False,
 ) -> VerificationReport:
@@ -66,7 +65,7 @@ def verify(
             added up.
         inputs, targets: a batch, as for :class:`TrainStep`. Targets are ``()`` for a model that
             computes its own loss.
-        device_ids, in_dims, weight: as in :class:`DataParallelModel` and
+        device_ids, weight: as in :class:`DataParallelModel` and
             :class:`DataParallelCriterion`. Without ``device_ids``, a single device has three
             replicas.
         micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch
@@ -85,7 +84,7 @@ def verify(
         A :class:`VerificationReport` with the errors of loss and gradients, and of state that ends
         with other values. If they exceed the tolerance, it has the first module whose output
         differs, and the known reasons that apply. Errors of bits are numbers of elements, and the
-        first difference is that of a module: its output, or a gradient in its backward.
+        first difference is that of a module: its output, or the gradient that reaches it.
 
     Raises:
         ValueError: a ``tolerance`` for bits, or a program that cannot have the same bits.
@@ -111,8 +110,8 @@ def verify(
     )
     if reproducible == "bits":
         return _verify_bits(
-            partial(Program, module, inner, keeps_calls=False),
-            partial(_wrap_model, like=model, device_ids=device_ids, dim=dim, in_dims=in_dims),
+            partial(DigestedProgram, module, inner),
+            partial(_wrap_model, like=model, device_ids=device_ids, dim=dim),
             partial(_wrap_criterion, like=criterion, dim=dim, weight=weight),
             (inputs, targets),
             micro_batch_size,
@@ -122,13 +121,13 @@ def verify(
         plain = Program(module, inner)
         split = Program(module, inner)
         limit = TOLERANCES.get(plain.dtype, 1e-4) if tolerance is None else tolerance
-        wrapped = _wrap_model(split.module, model, device_ids, dim, in_dims)
+        wrapped = _wrap_model(split.module, model, device_ids, dim)
         wrap = partial(_wrap_criterion, like=criterion, dim=dim, model_dim=wrapped.dim)
         make_step = partial(TrainStep, reproducible=reproducible)
         batch = as_arguments(inputs), spread(targets)
         run_plain = partial(plain.run, *batch, wrapped.devices[0])
         if reproducible:
-            alone = _wrap_model(plain.module, model, wrapped.devices[:1], dim, in_dims)
+            alone = _wrap_model(plain.module, model, wrapped.devices[:1], dim)
             plain_step = make_step(alone, wrap(plain.criterion, weight=weight), plain.optimizer)
             run_plain = partial(_run_step, plain, plain_step, inputs, targets)
         settings = {"optimizer": split.optimizer, "micro_batch_size": micro_batch_size}
@@ -179,7 +178,7 @@ def verify(
 
 
 def _verify_bits(
-    make_program: Callable[[], Program],
+    make_program: Callable[[], DigestedProgram],
     wrap_model: Callable[..., DataParallelModel],
     wrap_criterion: Callable[..., DataParallelCriterion],
     batch: tuple[Any, Any],
@@ -195,7 +194,7 @@ def _verify_bits(
         arguments = as_arguments(batch[0])
         example = wrap_model(make_program().module)
         devices = example.devices
-        rows = Batch(example.mark(arguments), dims=(example.dim, 0)).rows or 1
+        rows = Batch(arguments, dims=(example.dim, 0)).rows or 1
 
         def make_run(**layout: Any) -> Run:
             program = make_program()
@@ -211,7 +210,7 @@ def _verify_bits(
             )
             return program, partial(_run_step, program, step, *batch)
 
-        return compare_bits(lambda: (make_run(device_ids=devices[:1]), make_run()), devices)
+        return compare_bits((make_run(device_ids=devices[:1]), make_run()), devices)
 
 
 def _errors_of_gradients(plain: Program, split: Program) -> dict[str, float]:
@@ -233,7 +232,6 @@ def _wrap_model(
     like: nn.Module,
     device_ids: Sequence[DeviceLike] | None,
     dim: int | None,
-    in_dims: Dims,
 ) -> DataParallelModel:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped.
 
@@ -242,12 +240,12 @@ def _wrap_model(
     settings: dict[str, Any] = {"dim": 0}
     devices: Sequence[DeviceLike] = device_ids or resolve_devices(None)
     if isinstance(like, DataParallelModel):
-        settings = {"dim": like.dim, "in_dims": like.in_dims, "out_dims": like.out_dims}
+        settings = {"dim": like.dim, "out_dims": like.out_dims}
         if not device_ids:
             devices, settings["split"] = like.devices, like.split
     if device_ids is None and len(devices) == 1:
         devices, settings["split"] = [*devices] * 3, None  # one replica is the plain program
-    return DataParallelModel(module, devices, **_replaced(settings, dim=dim, in_dims=in_dims))
+    return DataParallelModel(module, devices, **_replaced(settings, dim=dim))
 
 
 def _wrap_criterion(

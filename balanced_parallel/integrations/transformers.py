@@ -609,7 +609,7 @@ def _explain_errors() -> Iterator[None]:
         yield
     except UnknownMeanError as error:
         raise ValueError(
-            f"the trainer's loss does not add up over the rows: {str(error).split(': give')[0].split(' expected')[0]} {_EXPECTED}"
+            f"the trainer's loss does not add up over the rows: {error.what}, {_EXPECTED}"
         ) from error
 
 
@@ -688,6 +688,7 @@ def _no_settings() -> Any:
 _OF_GENERATION = ("dapo", "cispo", "vespo")  # losses over the tokens of all generated completions
 _LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 _EXPECTED = (
-    "expected a function of torch's losses, of .mean(), or of sums over num_items_in_batch: for another loss, let an update "
-    "be one forward, or use TrainStep, and DataParallelCriterion(..., whole=True)"
+    "expected rows that do not depend on each other, and a function of torch's losses, of .mean(), or of sums over "
+    "num_items_in_batch: for another loss, let an update be one forward, or use TrainStep, and "
+    "DataParallelCriterion(..., whole=True)"
 )

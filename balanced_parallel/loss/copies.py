@@ -16,7 +16,7 @@ from ..batch import containers
 from ..batch.outputs import PerReplica
 from ..batch.plan import consecutive, proportional_sizes, split_sizes
 from ..batch.rows import NOTHING, Arguments, Shard, cut, move_arguments, move_leaves, spread
-from ..replicas.all_rows import ALL, forward_of
+from ..replicas.all_rows import ALL, UNEXPECTED, forward_of
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import OnCollective, gather_objects, world_size
 from ..runtime.devices import pin
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _COLLECTIVES = "the criterion communicates with the other ranks itself"
 _WITHOUT = (
     "write it without collectives, as for one process with all rows, and give weight=, AdditiveLoss or whole=True; in place of "
-    "all_reduce of a statistic, such as a centre, call sum_over_rows"
+    "all_reduce of a statistic, such as a centre, use a SumOverRows"
 )
 
 
@@ -44,7 +44,7 @@ class OwnCollectives:
 
     is_possible: bool = False
     is_mean: bool = False
-    sums_rows: bool = False  # It calls sum_over_rows, also for no rows. Nothing else is looked for.
+    sums_rows: bool = False  # It has a SumOverRows, also for no rows. Nothing else is looked for.
 
     def __post_init__(self) -> None:
         # Each rank calls the criterion once in common ones.
@@ -69,7 +69,10 @@ class OwnCollectives:
         """
         names = set[str]()
         act = names.add if self._is_common else self.refuse
-        with OnCollective(act) if world_size() > 1 else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if world_size() > 1:
+                stack.enter_context(forward_of(UNEXPECTED))
+                stack.enter_context(OnCollective(act))
             yield
         self.is_open = False
         if names:
@@ -114,6 +117,7 @@ class ShardLoss(NamedTuple):
     targets: tuple[Any, ...]
     kwargs: dict[str, Any]
     collectives: OwnCollectives = OwnCollectives()  # The call may have some.
+    notes: Any = None  # The notes of a forward that computes the loss.
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
@@ -290,7 +294,9 @@ class Calls(NamedTuple):
         """
         copies = self.copies
         devices = devices_of(self.outputs, self.copies.devices)
+        notes = self.outputs.notes or [None] * len(devices)
         with copies.precision.autocast(devices), copies.on(devices) as criteria:
+            columns = notes, *columns
             replicas = zip(devices, criteria, self.outputs, self.shards, *columns, strict=True)
             work = [
                 functools.partial(_call, function, copies.collectives, *replica)
@@ -306,13 +312,16 @@ def _call(
     criterion: Criterion,
     output: object,
     shard: Shard,
+    notes: object,
     *others: object,
 ) -> T:
     targets, kwargs = move_arguments(shard.targets, device)
     with shard.context():
         try:
             return function(
-                ShardLoss(criterion, shard.target_rows, output, targets, kwargs, collectives),
+                ShardLoss(
+                    criterion, shard.target_rows, output, targets, kwargs, collectives, notes
+                ),
                 *others,
             )
         except (RuntimeError, IndexError) as error:

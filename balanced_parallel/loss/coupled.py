@@ -15,7 +15,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from ..batch.outputs import PerReplica, join_outputs, join_tensors, padded, repe
 from ..batch.rows import (
     Along,
     Arguments,
+    ParallelModel,
     Rows,
     Shard,
     count_rows,
@@ -60,11 +61,17 @@ class CoupledLoss(abc.ABC):
         self.home = home
         self.is_split = is_split
         self.is_shared = False  # Ranks have exchanged their parts.
+        self._model: ParallelModel | None = None
         self._loss = torch.zeros(())  # The loss of all ranks. A part hands it back once.
         self._is_reporter = False
         self._logged: LoggedMeans = {}  # The values beside it, likewise.
         # Each has the derivative of the loss.
         self._of_parameters: list[tuple[Tensor, Tensor | None]] = []
+
+    def of_model(self, model: ParallelModel | None) -> Self:
+        """Sets the model, which may compute the loss. Without it, its rows are not compared."""
+        self._model = model
+        return self
 
     @abc.abstractmethod
     def value(self, calls: Calls) -> Any:
@@ -264,18 +271,21 @@ class LossOfSums(CoupledLoss):
 
     def check(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
         """Takes samples of the first rows, which :meth:`compare` needs."""
-        first = next(filter(None, statistics), None)
-        checks = self.copies.checks
-        if first is None or checks is None or not self.is_split:
-            return
-        form = *map(self._kind, first), *_flags(self.copies.criterion)
-        if not self._rows_checked and not checks.are_due(form):
+        if not self._rows_checked and not self._is_due(statistics):
             return
         outputs = calls.outputs
         for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
             if self._rows_checked < ROWS_TO_CHECK:
                 self._rows_checked += min(size or 0, ROWS_TO_CHECK - 1)  # two shards at least
                 self._sample(PerReplica([output], [size], outputs.dim), shard)
+
+    def _is_due(self, statistics: Sequence[dict[Any, Tensor]]) -> bool:
+        """Returns True if the statistics of this micro-batch are to be compared."""
+        first = next(filter(None, statistics), None)
+        checks = self.copies.checks
+        if first is None or checks is None or not self.is_split:
+            return False
+        return checks.are_due((*map(self._kind, first), *_flags(self.copies.criterion)))
 
     def _sample(self, output: PerReplica, shard: Shard) -> None:
         try:
@@ -415,7 +425,7 @@ class LossOfSums(CoupledLoss):
         rows = output.sizes[0]
         leaves = zip(
             containers.leaves(output[0]),
-            containers.leaf_dims(output[0], output.dim, 0),
+            containers.leaf_dims(output[0], output.dim),
             strict=True,
         )
         counts = {
@@ -428,7 +438,7 @@ class LossOfSums(CoupledLoss):
             rows = counts.pop()
         if not rows:
             return []
-        targets = mark(shard.targets, self.copies.dim, self.copies.criterion)
+        targets = mark(shard.targets, self.copies.dim)
         whole = PerReplica(output, [rows], output.dim)
         pair = mark_leaves(output[0], output.dim, "the output"), targets
         statistics = self._run(_halves(whole), targets)
@@ -587,7 +597,7 @@ class WholeLoss(CoupledLoss):
         parts = []
         for output, shard in zip(outputs, calls.shards, strict=True):
             marked = spread(mark_leaves(output, outputs.dim, "the output"))
-            targets, kwargs = mark(shard.targets, self.copies.dim, self.copies.criterion)
+            targets, kwargs = mark(shard.targets, self.copies.dim)
             parts.append(Arguments((*marked, *targets), kwargs))
             self._outputs = len(marked)
         return parts

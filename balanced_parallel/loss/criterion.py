@@ -2,21 +2,21 @@
 the whole batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..batch import containers
-from ..batch.containers import Dims, check_dim, check_dims, is_first
+from ..batch.containers import Dims, check_dim, is_first
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, count_rows, mark, parameters_of, spread
+from ..batch.rows import Arguments, count_rows
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import enter, explain_unwatched, mark_loss, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
-from ..runtime.values import Precision
+from ..runtime.values import Precision, check_type, naming_arguments
 from .copies import Calls, Checks, Criterion, CriterionCopies, OwnCollectives, shards_of_targets
 from .kinds import Divisor, Kind, kind_of
 from .rules import find_torch_loss
@@ -60,12 +60,11 @@ class DataParallelCriterion(nn.Module):
             minimum)``. ``weight`` is the count. For several means, one number for each in the
             structure of the weights. A single one bounds the divisors that are whole numbers, as
             counts are.
-        in_dims: the dimension of the rows of each argument of the call, as in
-            :class:`DataParallelModel`. The entry of the outputs, the first argument, is used only
-            if they are not a :class:`PerReplica`.
         whole: gathers all outputs and targets, of all ranks too, and computes the loss once per
             process, on ``output_device``. For losses whose rows depend on each other, such as
             contrastive ones.
+        sums_rows: the criterion is a function that calls a :class:`SumOverRows`. Those of a module
+            are found.
 
     Raises:
         TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on
@@ -83,6 +82,7 @@ class DataParallelCriterion(nn.Module):
         tensor(2.3026)
     """
 
+    @naming_arguments
     def __init__(
         self,
         criterion: Criterion,
@@ -94,8 +94,8 @@ class DataParallelCriterion(nn.Module):
         precision: str | Precision | None = None,
         reduction: str | None = None,
         minimum: Any = 0.0,
-        in_dims: Dims = None,
         whole: bool = False,
+        sums_rows: bool = False,
     ) -> None:
         if isinstance(criterion, (DataParallelCriterion, nn.DataParallel)):
             raise TypeError(
@@ -111,11 +111,11 @@ class DataParallelCriterion(nn.Module):
             "precision": precision,
             "reduction": reduction,
             "minimum": minimum,
-            "in_dims": in_dims,
             "whole": whole,
+            "sums_rows": sums_rows,
         }
         check_dim(dim)
-        check_dims(in_dims, "in_dims")
+        check_type("sums_rows", sums_rows, bool, "True or False")
         self.module = criterion
         self.kind = kind
         self._reduction = getattr(criterion, "reduction", None)
@@ -123,7 +123,6 @@ class DataParallelCriterion(nn.Module):
         self.minimum = minimum
         self.whole = whole
         self.dim = dim
-        self.in_dims = in_dims
         self.devices = None if device_ids is None else resolve_devices(device_ids)
         self.output_device = None if output_device is None else resolve_device(output_device)
         self.precision = Precision("fp32" if precision is None else precision)
@@ -132,7 +131,7 @@ class DataParallelCriterion(nn.Module):
         collectives = OwnCollectives(
             is_possible=find_torch_loss(criterion) is None,
             is_mean=is_averaged,
-            sums_rows=meets_others(criterion),
+            sums_rows=sums_rows or meets_others(criterion),
         )
         halves = None if collectives.sums_rows else Checks()
         settings = self.devices, self.output_device, dim or 0, self.precision
@@ -177,6 +176,8 @@ class DataParallelCriterion(nn.Module):
         kind, kwargs = self.follow_reduction().called_with(kwargs)
         if world_size() > 1:
             targets, kwargs = containers.map_tensors(enter, (targets, kwargs))
+        if isinstance(outputs, PerReplica) and not targets and not kwargs:
+            kind.begin_by_hand(outputs)
         calls = self.cut(outputs, targets, kwargs)
         if world_size() > 1 and torch.is_grad_enabled():
             self._check_shared(calls.outputs)
@@ -194,126 +195,37 @@ class DataParallelCriterion(nn.Module):
         if reason := explain_unwatched(leaf for _, leaf in containers.leaves(list(outputs))):
             raise ValueError(reason)
 
-    @property
-    def _output_dim(self) -> Dims:
-        """The dimension of the rows in outputs that are not a ``PerReplica``."""
-        in_dims = self.dim if self.in_dims is None else self.in_dims
-        if in_dims is None or isinstance(in_dims, int):
-            return in_dims
-        first: Dims = (
-            in_dims.get(0, self.dim) if isinstance(in_dims, Mapping) else (*in_dims, self.dim)[0]
-        )
-        return first
+    def dim_of_targets(self, targets: Arguments, out_dims: Dims) -> int:
+        """Returns the dimension of the rows in unmarked arguments after the outputs.
 
-    def mark(
-        self, targets: tuple[Any, ...], kwargs: Any, dims: Dims, leading: int | None = None
-    ) -> tuple[Arguments, int]:
-        """Marks the arguments after the outputs with ``in_dims``.
-
-        Also returns the dimension of the rows in unmarked arguments.
-
-        An output fills ``leading`` arguments of the criterion; ``None`` asks its signature.
+        Raises ``ValueError`` if it is not known, and outputs have their rows in another than 0.
         """
-        if dims != 0 and self.in_dims is None and self.dim is None and not is_first(dims):
-            unmarked = containers.leaves((targets, kwargs))
+        if out_dims != 0 and self.dim is None and not is_first(out_dims):
+            unmarked = containers.leaves(targets)
             if any(isinstance(leaf, torch.Tensor) and leaf.dim() for _, leaf in unmarked):
                 raise ValueError(
-                    f"the rows of the outputs are in dimension {dims!r}, expected dim= or in_dims= for those of the targets"
+                    f"the rows of the outputs are in dimension {out_dims!r}, expected dim= for those of the targets, or "
+                    "Along(target, 1) at the call"
                 )
-        if self.in_dims is None:
-            return Arguments(targets, kwargs), self.dim or 0
-        function = self.module.forward if isinstance(self.module, nn.Module) else self.module
-        leading = leading or _count_leading(function, len(targets))
-        return mark(
-            Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1
-        ), self.dim or 0
+        return self.dim or 0
 
     def cut(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Calls:
         """Cuts the arguments behind the outputs as the outputs' shards.
 
         Returns the call of each shard.
         """
-        entries = _as_per_replica(outputs, self._output_dim)
+        entries = PerReplica.of(outputs, self.dim or 0)
         if entries.order is not None:
             raise ValueError(
                 "the criterion was given outputs in another order than the batch, as after a cut by cost, expected the order of "
                 "the targets: call criterion([outputs.gather()], targets)"
             )
-        batch, dim = self.mark(targets, kwargs, entries.dim, len(spread(entries[0])))
+        batch = Arguments(targets, kwargs)
+        dim = self.dim_of_targets(batch, entries.dim)
         expected = None if None in entries.sizes else sum(filter(None, entries.sizes))
         rows = count_rows(batch, dim, expected, "targets")
-        has_sizes = isinstance(outputs, PerReplica) and outputs.has_sizes
-        if not has_sizes and not all(isinstance(part, PerReplica) for part in outputs):
-            _check_rows_of_list(entries, rows)
+        if not entries.has_sizes:
+            entries.check_rows(rows)
         return Calls(
             self.copies, entries, shards_of_targets(entries, batch, rows, dim, self.devices)
         )
-
-
-def _as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
-    """Converts outputs to a ``PerReplica``: a list with one entry per replica, or a ``PerReplica``
-    per leading argument.
-    """
-    if isinstance(outputs, PerReplica) and outputs:
-        return outputs
-    if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs) or not outputs:
-        raise TypeError(
-            f"the criterion was given {containers.describe(outputs)}, expected the list that DataParallelModel returns, with "
-            "one output per replica; for the output of one replica write criterion([output], ...)"
-        )
-    if all(isinstance(part, PerReplica) for part in outputs):
-        first: PerReplica = outputs[0]
-        return first.zip(*outputs[1:])
-    dim = 0 if dim is None else dim
-    sizes = [_rows_of(containers.first_tensor(output), dim) for output in outputs]
-    _refuse_outputs_of_one_replica(outputs, sizes)
-    return PerReplica(outputs, sizes, dim)
-
-
-def _rows_of(tensor: torch.Tensor | None, dim: Dims) -> int | None:
-    """Returns the size of a tensor in the dimension of the rows, if it has one."""
-    if tensor is None or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
-        return None
-    return tensor.size(dim)
-
-
-def _refuse_outputs_of_one_replica(outputs: Sequence[Any], sizes: Sequence[int | None]) -> None:
-    """Raises ``ValueError`` for a list that may have several outputs of one replica: equal rows, on
-    one device.
-    """
-    devices = {
-        tensor.device for tensor in map(containers.first_tensor, outputs) if tensor is not None
-    }
-    if len(outputs) > 1 and None not in sizes and len({*sizes}) == len(devices) == 1:
-        raise ValueError(
-            f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
-            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica, {_ADVICE}"
-        )
-
-
-_ADVICE = (
-    "expected a PerReplica, which knows the rows of each: use outputs.map(function) for a comprehension, outputs.unzip() for "
-    "zip(*outputs) and for a model that returns a list, outputs.logits for one part"
-)
-
-
-def _check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
-    """Raises ``ValueError`` if a plain list of outputs does not have the rows of the targets."""
-    sizes = [size for size in outputs.sizes if size is not None]
-    if rows is not None and (sum(sizes) != rows if sizes else len(outputs) > 1):
-        raise ValueError(
-            f"the criterion was given {len(outputs)} outputs with {sum(sizes) or 'no'} rows, and targets with {rows}, {_ADVICE}"
-        )
-
-
-def _count_leading(function: Callable[..., Any], targets: int) -> int:
-    """Returns the number of required arguments of ``function`` before its last ``targets`` ones.
-
-    An output fills them.
-    """
-    parameters = parameters_of(function) or []
-    positional = [
-        parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    required = [parameter for parameter in positional if parameter.default is parameter.empty]
-    return max(len(required) - targets, 1)

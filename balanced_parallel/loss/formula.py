@@ -19,7 +19,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..batch import containers
 from ..replicas.all_rows import sum_over_rows
 from ..runtime.devices import move
-from ..runtime.torch_private import base_of, is_output_of_ddp, storage_id, versions
+from ..runtime.torch_private import base_of, is_same, storage_id, versions
 from .entries import values_to_log
 from .rules import RULES, arguments_of, divisor, reduction_in
 from .sums import weighted_sum, widen, zero_of
@@ -306,6 +306,7 @@ class Facts(NamedTuple):
     is_selected: bool = False  # The size depends on values.
     # It was computed without a graph. An autograd function may have given it a derivative.
     is_inside: bool = False
+    original: "Facts | None" = None  # The facts about the tensor that it copies.
     text: str = "a tensor"  # "a tensor", or how a constant was made
 
 
@@ -325,40 +326,56 @@ class FunctionCall(NamedTuple):
 
 
 class SumNotes(TorchFunctionMode):
-    """Notes the sums over the rows that are computed in its block, and the operations on them.
+    """Notes the sums over the rows that are computed in its blocks, and the operations on them.
 
-    ``parameters`` of the criterion, those ``outside`` of it and ``constants`` do not depend on the
-    rows, and ``targets`` not on the outputs.
+    There may be two blocks: the forward of a model that computes its loss, and a criterion.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        outside: Sequence[Tensor],
-        constants: object,
-        output: object,
-        targets: object,
-        rows: int,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.statistics: list[Statistic] = []
         self.has_unknown_count = False
         self._operations: list[Operation] = []
         self._outside: dict[int, Tensor] = {}
         self._numbers = itertools.count()
-        self._has_graph = torch.is_grad_enabled()
-        # No value of the batch is a Python number.
-        self._knows_numbers = not _has_entries((output, targets), rows)
+        self._has_graph = True
+        self._knows_numbers = True  # No value of the batch is a Python number.
         self._held: list[Tensor] = []  # The storages identify counts.
         self._facts = WeakIdKeyDictionary()
+
+    def __enter__(self) -> Self:
+        self._has_graph = torch.is_grad_enabled()
+        super().__enter__()
+        return self
+
+    def of_batch(self, values: object, rows: int | None) -> Self:
+        """Tells the values of a batch, whose lists may have an entry for each of the rows."""
+        self._knows_numbers &= not _has_entries(values, rows)
+        return self
+
+    def of_targets(self, targets: object) -> Self:
+        """Tells the values that do not depend on the outputs."""
         for tensor in containers.tensors_in(targets):
             self._facts[tensor] = Facts(_OF_ROWS, is_target=True)
+        return self
+
+    def of_constants(self, constants: object) -> Self:
+        """Tells the values that do not depend on the rows."""
         for tensor in containers.tensors_in(constants):
             self._facts[tensor] = _FIXED
+        return self
+
+    def of_criterion(self, parameters: Iterable[Tensor]) -> Self:
+        """Tells the parameters of the criterion."""
         for place, parameter in enumerate(parameters):
             self._facts[parameter] = _FIXED._replace(number=-1 - place)
-        for parameter in outside:
+        return self
+
+    def of_model(self, parameters: Iterable[Tensor]) -> Self:
+        """Tells parameters that the criterion does not have itself."""
+        for parameter in parameters:
             self._capture(parameter)
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, and notes a sum, or an operation on sums."""
@@ -421,7 +438,7 @@ class SumNotes(TorchFunctionMode):
 
     def _operation(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Operation | None:
         """Returns an operation on sums or parameters, or None for another one."""
-        if call.level > _OF_SUMS or (call.name == "clone" and self._is_inside):
+        if call.level > _OF_SUMS:
             return None
         places = [self._of(tensor).number for tensor in call.tensors]
         inputs = [place for place in places if place is not None]
@@ -466,8 +483,8 @@ class SumNotes(TorchFunctionMode):
         has_graph = facts.is_inside and value.requires_grad
         if has_graph and facts.level == _OF_NOTHING:
             return self._capture(value)
-        if has_graph and facts.level == _OF_SUMS and not is_output_of_ddp(value):
-            return Facts(_OF_BOTH)
+        if has_graph and facts.level == _OF_SUMS:
+            return facts.original if facts.original and is_same(value) else Facts(_OF_BOTH)
         return facts
 
     def _capture(self, parameter: Tensor) -> Facts:
@@ -509,8 +526,6 @@ class SumNotes(TorchFunctionMode):
     def _facts_of(self, call: FunctionCall, result: Tensor) -> Facts:
         """Returns the facts about a result that is not in the formula."""
         name, tensors, level = call.name, call.tensors, call.level
-        if name == "clone" and level == _OF_SUMS:  # DDP makes it in an autograd function.
-            return self._of(tensors[0])
         is_new = name in _NEW and len(tensors) == 1
         is_created = result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS))
         if is_created or (tensors and level == _OF_NOTHING):
@@ -561,7 +576,8 @@ class SumNotes(TorchFunctionMode):
         numbers = [next(self._numbers) for _ in results]
         self._operations.append(operation._replace(results=numbers))
         for number, tensor in zip(numbers, results, strict=True):
-            self._learn(tensor, Facts(call.level, number, form, is_target=is_target))
+            original = facts if call.name in ("clone", "detach") else None
+            self._learn(tensor, Facts(call.level, number, form, None, is_target, original=original))
 
     def _form_of(self, call: FunctionCall) -> Form:
         """Returns the form of the result of an operation on sums."""
@@ -713,11 +729,8 @@ class SumNotes(TorchFunctionMode):
             arguments.get("ignore_index", -100) if is_class else None,
         )
 
-    def formula(self, result: Any) -> Formula:
-        """Returns the formula of the result of the criterion, with what it needs alone.
-
-        ``statistics`` are those of the formula then.
-        """
+    def formula(self, result: Any) -> tuple[Formula, list[Statistic]]:
+        """Returns the formula of the result of the criterion, and its statistics."""
 
         def place(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
@@ -728,16 +741,34 @@ class SumNotes(TorchFunctionMode):
         structure = containers.map_leaves(place, result)
         entries = dict(containers.leaves(structure))
         places = places_behind(entries.values(), self._operations)
-        self.statistics = [each for each in self.statistics if each.number in places]
-        return Formula(
+        statistics = [each for each in self.statistics if each.number in places]
+        formula = Formula(
             structure,
             entries,
             [each for each in self._operations if places.intersection(each.results)],
-            [each._replace(value=None) for each in self.statistics],
+            [each._replace(value=None) for each in statistics],
             {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
             values_to_log(result),
         )
+        return formula, statistics
+
+    def sums(self) -> list[Tensor]:
+        """Returns the sums that are tensors."""
+        values = (each.value for each in self.statistics)
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def replace(
+        self, sums: Iterable[Tensor], before: Iterable[Tensor], output: Iterable[Tensor]
+    ) -> None:
+        """Takes others in the place of :meth:`sums`, and the tensors of an output."""
+        new = iter(sums)
+        for number, each in enumerate(self.statistics):
+            if isinstance(each.value, Tensor):
+                self.statistics[number] = each._replace(value=next(new))
+        for first, second in zip(before, output, strict=True):
+            if first in self._facts:
+                self._facts[second] = self._facts[first]
 
     def average(self, result: object) -> None:
         """Notes that the entries of a result are averaged over the shards, whatever they are."""
@@ -772,7 +803,7 @@ def _flatten(arguments: Iterable[Any]) -> Iterator[Any]:
             yield argument
 
 
-def _has_entries(value: Any, rows: int) -> bool:
+def _has_entries(value: Any, rows: int | None) -> bool:
     """Returns True for a structure with a list of an entry for each row, such as strings or
     mappings.
     """

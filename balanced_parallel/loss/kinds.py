@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica
-from ..batch.rows import move_leaves, parameters_of, spread
+from ..batch.rows import ParallelModel, move_leaves, parameters_of, spread
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
@@ -36,6 +36,7 @@ from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entr
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .entries import add_means
+from .inside import ForwardNotes, note_again
 from .means import ExactLossOfMeans, LossOfMeans, single_mean
 from .rules import (
     add_loss,
@@ -95,6 +96,14 @@ class Kind(abc.ABC):
         :class:`TrainStep` divides their sum later.
         """
         raise NotImplementedError
+
+    def begin_by_hand(self, outputs: PerReplica) -> None:
+        """Begins a loss of outputs alone."""
+        return
+
+    def begin_step(self, model: ParallelModel) -> None:
+        """Begins a batch of a step, whose loss is one of outputs alone."""
+        return
 
     def called_with(self, kwargs: dict[str, Any]) -> tuple["Kind", dict[str, Any]]:
         """Returns the kind of a call with keyword arguments, which may select another reduction,
@@ -346,7 +355,7 @@ class WeighedMean(_Mean):
             return self
         counts = [flat_weights(_weights_of_targets(weight, part)) for part in targets]
         everywhere = itertools.chain(*gather_objects(counts))
-        # in any order of the parts
+        # The sums are equal in any order of the parts.
         sums = list(map(add_numbers, zip(*everywhere, strict=True)))
         totals = torch.tensor(sums, dtype=torch.float64)
         bounds = bounds_of(self.settings.minimum, weight)
@@ -430,15 +439,23 @@ class _OfTwoPasses(Kind):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch."""
         calls.agree()
-        return self.loss(
-            calls.copies, _HOST, is_split=len(calls.shards) > 1 or world_size() > 1
-        ).value(calls)
+        is_split = len(calls.shards) > 1 or world_size() > 1
+        loss = self.loss(calls.copies, _HOST, is_split=is_split)
+        return loss.of_model(calls.outputs.model_of()).value(calls)
 
 
 class MeansInside(_OfRows, _OfTwoPasses):
     """A function of sums over the rows, which a criterion computes inside."""
 
     loss = LossOfMeans
+
+    def begin_by_hand(self, outputs: PerReplica) -> None:
+        """Notes the sums of the forward, which may have computed the loss."""
+        note_again(outputs)
+
+    def begin_step(self, model: ParallelModel) -> None:
+        """Begins to note the sums of a model that may compute the loss."""
+        model.note(ForwardNotes(is_of_step=True))
 
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
         """Returns the kind for the next batch."""
@@ -476,6 +493,8 @@ class OneCount(MeansInside):
         """Returns the part of each replica."""
         parts = calls.run(functools.partial(single_mean, least=self.least))
         loss = LossOfMeans(calls.copies, _HOST)
+        if world_size() == 1:  # Other ranks do not compare now.
+            loss.of_model(calls.outputs.model_of())
         loss.check([part.terms or {} for part in parts], calls)
         loss.compare(loss.samples, parts[0].total.device)
         return parts

@@ -20,19 +20,30 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica
-from ..batch.rows import Shard
+from ..batch.rows import NOTHING, ParallelModel, Shard
 from ..runtime.collectives import world_size
 from ..runtime.devices import move
 from .copies import Calls, CriterionCopies, ShardLoss
-from .coupled import ROWS_TO_CHECK, LossOfSums, ShardStatistics
+from .coupled import BYTES_TOGETHER, ROWS_TO_CHECK, LossOfSums, ShardStatistics
 from .entries import LoggedMeans, LoggedSums, places_to_log, refuse_total
 from .formula import OVER_NUMBER, Form, Formula, Statistic, SumNotes, Unknown, Value
+from .inside import RowsOfForward, evaluating, run_rows, take_rows
 from .rules import refuse_coupled, unwrap
 from .sums import LossSum, add_numbers, add_up, weighted_sum, widen
 
 
 class UnknownMeanError(ValueError):
-    """A criterion is not a function of sums over the rows."""
+    """A criterion is not a function of sums over the rows.
+
+    Its text is ``what`` it is, and ``advice``.
+    """
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what, advice)
+        self.what = what
+
+    def __str__(self) -> str:
+        return "".join(self.args)
 
 
 class SumName(NamedTuple):
@@ -100,27 +111,27 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     if isinstance(shard.output, FoundMeans):
         return shard.output.noted
     criterion, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
-    owner = shard.output if isinstance(criterion, Additive) else criterion
-    constants: object = arguments, settings
-    parameters: list[Tensor] = []
-    outside: list[Tensor] = []
-    if isinstance(owner, nn.Module):
-        constants = [*owner.buffers()]
-        (parameters if owner is criterion else outside).extend(owner.parameters())
     targets = shard.targets, shard.kwargs
-    with SumNotes(parameters, outside, constants, shard.output, targets, shard.rows) as notes:
+    notes: SumNotes = shard.notes or SumNotes()
+    notes.of_batch((shard.output, *targets), shard.rows).of_targets(targets)
+    notes.of_constants((arguments, settings))
+    if isinstance(criterion, nn.Module):
+        notes.of_constants([*criterion.buffers()]).of_criterion(criterion.parameters())
+    if isinstance(criterion, Additive):
+        notes.of_constants([*shard.output.buffers()]).of_model(shard.output.parameters())
+    with notes:
         result = shard.call()
     if shard.collectives.is_used:
         notes.average(result)
-    formula = notes.formula(result)
+    formula, statistics = notes.formula(result)
     unknown = [place for place, leaf in formula.entries.items() if isinstance(leaf, Unknown)]
     if unknown and not is_split:
         notes.average(result)
-        return Noted(result, notes.formula(result), notes.statistics)
+        return Noted(result, *notes.formula(result))
     unknown = [place for place in unknown if place in formula.losses]
     if unknown:
         _refuse_unknown(criterion, unknown[0], has_unknown_count=notes.has_unknown_count)
-    return Noted(result, formula, notes.statistics)
+    return Noted(result, formula, statistics)
 
 
 def single_mean(shard: ShardLoss, least: float) -> LossSum:
@@ -139,7 +150,8 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
     if mean is None or mean.bound != least:
         raise UnknownMeanError(
             f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the first batch: "
-            f"{formula.text_of(formula.losses)}; {_ALWAYS}, a function (output, *targets) -> scalar"
+            f"{formula.text_of(formula.losses)}",
+            f"; {_ALWAYS}, a function (output, *targets) -> scalar",
         )
     devices = (each.value.device for each in noted.statistics if isinstance(each.value, Tensor))
     sums = noted.tensors(next(devices))
@@ -206,7 +218,8 @@ def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = 
     if has_unknown_count:
         raise UnknownMeanError(
             f"the loss{place} of {containers.describe(criterion)} is a sum over a number that was read from values of the batch, "
-            f"as int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard{_COUNTS}"
+            "as int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard",
+            _COUNTS,
         )
     setting = getattr(criterion, "reduction", "mean")
     note = (
@@ -216,10 +229,12 @@ def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = 
     )
     raise UnknownMeanError(
         f"the loss{place} of {containers.describe(criterion)} is not a function of sums over the rows, so that of several shards "
-        "of a batch is unknown, expected losses of torch, such as F.cross_entropy(output, target), errors.mean(), errors.sum(), "
-        "and functions of these numbers: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
-        "returns the mean's divisor; weight='rows' for a mean over rows with equal weights; whole=True if its rows depend on "
-        f"each other{note}"
+        "of a batch is unknown",
+        ", expected losses of torch, such as F.cross_entropy(output, target), errors.mean(), errors.sum(), and functions of "
+        "these numbers: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the mean's "
+        "divisor; weight='rows' for a mean over rows with equal weights; whole=True if its rows depend on each other; "
+        "a criterion of the output alone, as lambda output: output.loss, for a loss that the model has computed, without "
+        f"torch.compile{note}",
     )
 
 
@@ -343,6 +358,7 @@ class LossOfMeans(LossOfSums):
         if not shard.rows:
             return ShardStatistics({}, None, nothing)
         calls_model = isinstance(shard.criterion, Additive) or isinstance(shard.output, FoundMeans)
+        calls_model = calls_model or shard.notes is not None
         if self._is_first_pass and not calls_model:
             # Losses have a graph, and values to log have none.
             with torch.enable_grad():
@@ -370,7 +386,46 @@ class LossOfMeans(LossOfSums):
     def check(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
         """Compares the formulas of all shards too."""
         self._check_shapes([each for each in statistics if each])
-        super().check(statistics, calls)
+        if not any(calls.outputs.notes or ()):
+            super().check(statistics, calls)
+        elif not self.samples and self._is_due(statistics):
+            arguments = calls.shards[0].inputs
+            rows = take_rows(calls.outputs, None if arguments is NOTHING else arguments)
+            self.samples += [] if rows is None else [rows]
+
+    def compare(self, samples: Sequence[Any], device: torch.device) -> None:
+        """Compares sums of shards as in :class:`LossOfSums`, and those of rows of a forward."""
+        of_forward = [sample for sample in samples if isinstance(sample, RowsOfForward)]
+        if not of_forward:
+            super().compare(samples, device)
+        elif self._model is not None:
+            self._compare_rows(self._model, of_forward[0])
+
+    def _compare_rows(self, model: ParallelModel, sample: RowsOfForward) -> None:
+        """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
+        computed there.
+        """
+        try:
+            with evaluating(model.module, layers=False):
+                *parts, whole = self._run_rows(model, sample)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - detectors have no loss in evaluation mode
+            with evaluating(model.module, layers=True):
+                *parts, whole = self._run_rows(model, sample)
+        self.compare_sums([whole[0], *(part[0] for part in parts)], whole[1] // 2)
+
+    def _run_rows(
+        self, model: ParallelModel, sample: RowsOfForward
+    ) -> list[tuple[dict[Any, Tensor], int]]:
+        """Returns the sums of rows of a forward, with the number of these."""
+        parts = []
+        for outputs in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
+            rows = outputs.sizes[0] or 0
+            shard = Shard(NOTHING, NOTHING, None, rows, self.home)
+            (part,) = Calls(self.copies, outputs, [shard]).run(self._statistics)
+            parts.append((part.tensors, rows))
+        return parts
 
     def _sample(self, output: PerReplica, shard: Shard) -> None:
         refuse_coupled(self.copies.criterion)
@@ -399,14 +454,16 @@ class LossOfMeans(LossOfSums):
             if [*part] != [*parts[0]]:
                 first, other = (next(iter(each)).text if each else "" for each in (parts[0], part))
                 raise UnknownMeanError(
-                    f"the criterion computes {first} for some rows, and {other} for others; {_ALWAYS}"
+                    f"the criterion computes {first} for some rows, and {other} for others",
+                    f"; {_ALWAYS}",
                 )
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
         advice = _COUNTS if is_of_number else _DEPENDENT
         raise UnknownMeanError(
-            f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}{advice}"
+            f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}",
+            advice,
         ) from cause
 
 

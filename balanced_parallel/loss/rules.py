@@ -85,7 +85,7 @@ def _elements_of(*tensors: Tensor) -> Tensor:
 
 
 def _classes(
-    *, target: Tensor, weight: Tensor | None = None, ignore_index: int | None = -100, **_: Any
+    *, target: Tensor, weight: Tensor | None = None, ignore_index: int | None = -100, **_: object
 ) -> Tensor:
     """Divisor of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``.
 
@@ -100,7 +100,9 @@ def _classes(
     return (weight[target.masked_fill(~counted, 0)] * counted).sum()
 
 
-def _elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
+def _elements(
+    *, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: object
+) -> Tensor:
     """Number of elements after broadcasting. A ``weight`` scales the terms, not the divisor."""
     if (
         weight is not None
@@ -115,39 +117,44 @@ def _elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **
 
 
 def _weighted_elements(
-    *, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any
+    *, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: object
 ) -> Tensor:
     """Divisor of ``F.mse_loss`` and ``F.l1_loss``: the sum of ``weight`` if it is given."""
     return _elements(input=input, target=target) if weight is None else weight.sum()
 
 
-def _divergence(*, input: Tensor, target: Tensor, reduction: str = "mean", **_: Any) -> Tensor:
+def _divergence(*, input: Tensor, target: Tensor, reduction: str = "mean", **_: object) -> Tensor:
     if reduction == "batchmean":
         return _count(input.size(0) if input.dim() else 1)
     return _elements_of(input, target)
 
 
-def _gaussian(*, input: Tensor, target: Tensor, var: Tensor | float, **_: Any) -> Tensor:
+def _gaussian(*, input: Tensor, target: Tensor, var: Tensor | float, **_: object) -> Tensor:
     if isinstance(var, Tensor) and var.shape == input.shape[:-1] and var.shape != input.shape:
         var = var.unsqueeze(-1)  # like gaussian_nll_loss
     return _elements_of(input, target, *([var] if isinstance(var, Tensor) else []))
 
 
-def _rows(*, input: Tensor, **_: Any) -> Tensor:
+def _rows(*, input: Tensor, **_: object) -> Tensor:
     """Number of rows: the elements of all dimensions but the last, the classes."""
     return _count(input.shape[:-1].numel())
 
 
-def _pairs(*, target: Tensor, **_: Any) -> Tensor:
+def _pairs(*, target: Tensor, **_: object) -> Tensor:
     return _count(target.numel())
 
 
-def _ranking(*, input1: Tensor, input2: Tensor, target: Tensor, **_: Any) -> Tensor:
+def _ranking(*, input1: Tensor, input2: Tensor, target: Tensor, **_: object) -> Tensor:
     return _elements_of(input1, input2, target)
 
 
 def _triplets(
-    *, anchor: Tensor, positive: Tensor, negative: Tensor, distance_function: Any = None, **_: Any
+    *,
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    distance_function: Any = None,
+    **_: object,
 ) -> Tensor:
     if distance_function is None or isinstance(distance_function, nn.PairwiseDistance):
         return _count(_broadcast(anchor, positive, negative)[:-1].numel())
@@ -155,7 +162,7 @@ def _triplets(
 
 
 def _sequences(
-    *, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | list[int], **_: Any
+    *, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | list[int], **_: object
 ) -> Tensor:
     """Divisor of ``F.ctc_loss``, the number of sequences.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..batch.plan import count_micro_batches, split_sizes
-from ..batch.rows import as_arguments, mark_leaves, spread
+from ..batch.rows import Arguments, as_arguments, mark_leaves, spread
 from ..loss.criterion import DataParallelCriterion
 from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
@@ -196,8 +196,8 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
             "the model is sharded, and its parameters are parts on each rank: call memory.estimate(layout='fsdp') with the "
             "module before parallelize, and set step.micro_batch_size"
         )
-    marked, dim = criterion.mark(spread(targets), {}, model.out_dims)
-    arguments = model.mark(as_arguments(inputs))
+    dim = criterion.dim_of_targets(Arguments(spread(targets), {}), model.out_dims)
+    arguments = as_arguments(inputs)
     if criterion.kind.couples_rows and not model.out_dims == dim == model.dim:
         raise ValueError(
             f"the rows of the outputs are in dimension {model.out_dims!r}, those of inputs and targets in {model.dim} and {dim}: "
@@ -207,7 +207,7 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
         model.module,
         criterion,
         arguments.kwargs or arguments.inputs,
-        mark_leaves(marked.inputs, dim, "targets"),
+        mark_leaves(spread(targets), dim, "targets"),
         model.dim,
     )
     optimizers = each_optimizer(step.optimizer)

@@ -9,6 +9,7 @@ others, so the backward is an ordinary one without synchronisation.
 import contextvars
 import functools
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from ..runtime.collectives import gather_rows, second_group, world_size
 from ..runtime.torch_private import BatchNorm, current_backward_id
-from .all_rows import exchange, names_in, sums_rows
+from .all_rows import exchange, sums_rows
 from .module_tree import check_is_module
 from .workers import current_replica
 
@@ -97,13 +98,24 @@ def computes_statistics(layer: nn.Module) -> bool:
 
 
 def _calls_super(forward: Any) -> bool:
-    names = names_in(inspect.unwrap(forward))
+    names = _names_in(inspect.unwrap(forward))
     return {"super", "forward"} <= names and "batch_norm" not in names
 
 
 def _torch_class(kind: type) -> type:
     """Returns the class of torch that a class of batch norms is, or is derived from."""
     return next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
+
+
+def _names_in(code: object) -> set[str]:
+    """Returns the names of globals and attributes in the code of a function, and in that of its
+    inner functions.
+    """
+    if isinstance(code, types.FunctionType):
+        code = code.__code__
+    if not isinstance(code, types.CodeType):
+        return set()
+    return {*code.co_names}.union(*map(_names_in, code.co_consts))
 
 
 def _exchange(layer: nn.Module, statistics: type) -> None:

@@ -15,11 +15,20 @@ from torch import nn
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import Arguments, Batch, ParallelModel, Shard, move_arguments
+from ..batch.rows import (
+    NOTHING,
+    Arguments,
+    Batch,
+    Noting,
+    ParallelModel,
+    Shard,
+    move_arguments,
+)
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import children_of
 from ..runtime.values import Precision, check_type, naming_arguments
+from .all_rows import SumOverRows
 from .batchnorm import AllRowsBatchNorm
 from .module_tree import check_module
 from .recorded import Refresh
@@ -48,18 +57,16 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             (``["cpu"] * 4``). ``None`` is every visible accelerator, else the CPU.
         output_device: device of the outputs if ``gather_outputs=True``; ``None`` is the first
             device.
-        dim: the dimension of the rows in inputs and outputs.
+        dim: the dimension of the rows in inputs and outputs. At the call, :class:`Along`,
+            :class:`Whole` and :class:`Rows` mark arguments that are different.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for autocast inside
             every replica. ``None`` is the autocast of the caller.
         split: for unequal shards one weight per device, or ``"memory"``, the free bytes of each
             device when the model is made. ``None`` is equal shards. The weights are in
             ``model.split`` and ``repr(model)``.
-        in_dims: the dimension of the rows of each argument, as in ``torch.vmap``: a sequence by
-            position, or a mapping by position or name; ``None`` for an argument that every replica
-            needs whole; a sequence or mapping for a nested one. Other arguments have their rows in
-            ``dim``. :class:`Whole` and :class:`Rows` mark arguments at the call instead.
-        out_dims: the dimension of the rows of each output, by position or name, for :func:`gather`,
-            or ``None`` for one that is the same on all replicas. The default is ``dim``.
+        out_dims: the dimension of the rows in outputs, for :func:`gather`, or ``None`` for outputs
+            that are the same on all replicas. For several outputs, a sequence of these in their
+            order. The default is ``dim``.
         gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel``
             does, for loops that compute their loss themselves. That device then stores all of them.
         refresh: when a parameter is copied to the other devices, before a forward by hand or a call
@@ -107,7 +114,6 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         *,
         precision: str | Precision | None = None,
         split: Sequence[float] | str | None = None,
-        in_dims: Dims = None,
         out_dims: Dims = None,
         gather_outputs: bool = False,
         refresh: Refresh = "recorded",
@@ -116,11 +122,9 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         check_module(module)
         check_dim(dim)
         check_type("gather_outputs", gather_outputs, bool, "True or False")
-        check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
         devices = resolve_devices(device_ids)
         self._set_up(devices, Replicas(refresh), dim, precision, split)
-        self.in_dims = in_dims
         self.out_dims = dim if out_dims is None else out_dims
         self.gather_outputs = gather_outputs
         self._gathers_on = devices[0] if output_device is None else resolve_device(output_device)
@@ -142,7 +146,6 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         )
         self.precision = Precision(precision or "fp32")
         self.dim = self.out_dims = dim
-        self.in_dims = None
         self.gather_outputs = False
         self._warned = False
         self.device_ids = [0 if device.index is None else device.index for device in devices]
@@ -199,7 +202,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         self.replicas.gradients.reduce()
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> Any:
-        batch = Batch(self.mark(arguments, method), dims=(self.dim, 0))
+        batch = Batch(arguments, dims=(self.dim, 0))
         # the forward may ask for gradients of its inputs under no_grad too
         with torch.enable_grad():
             shards = batch.split(self.devices, self.split)
@@ -225,26 +228,28 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             self.replicas.of(module, devices, self.devices[0]) as modules,
         ):
             work = [
-                functools.partial(_call, method, *replica)
+                functools.partial(_call, method, self.noting, *replica)
                 for replica in zip(modules, shards, strict=True)
             ]
             tree = self.replicas.tree  # always there if several replicas run
-            meets = (
-                []
-                if tree is None
-                else [
-                    tree.sums_rows,
-                    *[isinstance(part, AllRowsBatchNorm) for part in tree.modules],
-                ]
-            )
+            parts = [] if tree is None else tree.modules
+            meets = [isinstance(part, (AllRowsBatchNorm, SumOverRows)) for part in parts]
             outputs = self.replicas.run(work, devices, together=any(meets))
+        if self.noting is not None:
+            return self._open(self.noting, outputs, sizes)
         return PerReplica(outputs, sizes, self.out_dims)
+
+    def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
+        """Runs marked rows on the first device."""
+        return self._run_shards(
+            [Shard(arguments, NOTHING, range(rows), rows, self.devices[0])], method
+        )
 
     def _gather(self, outputs: PerReplica) -> Any:
         rows = max(size or 0 for size in outputs.sizes)
         output = outputs[outputs.sizes.index(rows)]
         for (place, leaf), dim in zip(
-            leaves(output), leaf_dims(output, self.out_dims, 0), strict=True
+            leaves(output), leaf_dims(output, self.out_dims), strict=True
         ):
             shape = leaf.shape if isinstance(leaf, torch.Tensor) else (rows,)
             is_scalar = dim is not None and (shape == () or (shape[dim:][:1] == (1,) and rows > 1))
@@ -254,7 +259,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
                     f"the output{place} has one value per replica. If it is a loss, the mean of the gathered values is not the "
                     "loss of the batch if replicas have different weights: use weighted_mean(losses, weights), or a "
                     "DataParallelCriterion with weight= and no gather_outputs",
-                    stacklevel=6,
+                    stacklevel=7,
                 )
         return outputs.on(self._gathers_on)
 
@@ -272,8 +277,11 @@ def _refuse_compilation() -> None:
     )
 
 
-def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
+def _call(method: str | None, noting: Noting | None, replica: nn.Module, shard: Shard) -> Any:
     with torch.enable_grad():
         inputs, kwargs = move_arguments(shard.inputs, shard.device)
+    function = replica if method is None else getattr(replica, method)
+    if noting is not None:
+        function = functools.partial(noting.call, replica, function)
     with shard.context():
-        return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
+        return function(*inputs, **kwargs)

@@ -5,7 +5,6 @@ torch's ``replicate`` walks and copies the tree at every forward. Here it is com
 was, and the skeletons are filled again.
 """
 
-import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from ..runtime.torch_private import (
     is_compiled,
     parameters_of,
 )
-from .all_rows import sums_rows
 
 
 class TreePart(NamedTuple):
@@ -83,11 +81,6 @@ class ModuleTree:
         self._numbers = {id(module): number for number, module in enumerate(self.modules)}
         # Methods that a program has put on a module, most often a forward.
         self._methods = list(self._find_methods())
-
-    @functools.cached_property
-    def sums_rows(self) -> bool:
-        """True if the modules call ``sum_over_rows``. The search may take a second."""
-        return sums_rows(self.modules[0])
 
     def _part(self, module: nn.Module) -> TreePart:
         refuse_script(module)

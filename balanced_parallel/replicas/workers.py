@@ -166,7 +166,7 @@ class Meeting:
                 if missing := (self._ended & behind) or (self._ended & {index}):
                     raise RuntimeError(
                         f"replica {min(missing)} ended without the exchange that replica {index} waits in, expected the same "
-                        "synchronised layers in each, and as many calls of sum_over_rows"
+                        "synchronised layers in each, and as many calls of SumOverRows"
                     )
                 self._changed.wait()
             return [values[count - 1] for values in self._values]
@@ -197,8 +197,9 @@ class Replica:
         """
         if self.meeting is None:
             raise RuntimeError(
-                f"replica {self.index} waits for the others in a synchronised layer or in sum_over_rows, and they run one after "
-                "the other, expected the name sum_over_rows in the code of the module or of a function that this calls"
+                f"replica {self.index} waits for the others in a synchronised layer or in SumOverRows, and they run one after "
+                "the other, expected a SumOverRows that is an attribute of the module or of the criterion, or "
+                "DataParallelCriterion(function, sums_rows=True)"
             )
         return self.meeting(self.index, value)
 

@@ -1,12 +1,8 @@
-"""Collectives of all ranks: sums, rows and objects of all, facts that must agree, progress, and a
-clean end.
+"""Collectives of all ranks: sums, rows and objects of all, facts that must agree, and a clean end.
 
 Without a process group there is one rank, and no function communicates. Functions take the process
 group of the ranks; ``None`` is the group of those that share a batch: all ranks, or the mesh that
 ``parallelize`` was given.
-
-Each rank leaves the number of its last reduction in the store of the process group. So the error of
-a collective names the ranks that are behind.
 """
 
 import contextlib
@@ -15,7 +11,7 @@ import hashlib
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -421,45 +417,14 @@ def _divide(gradient: Tensor) -> Tensor:
     return gradient / world_size() if is_of_all else gradient
 
 
-_KEY = "balanced_parallel/updates of rank {}"
-# Updates since the start of this process, the present one included. The store, where ranks compare
-# them, lives as long.
-_updates = 0
-
-
-def begin_reduction() -> None:
-    """Counts an update, before this rank waits for others in it.
-
-    The store has the numbers of all ranks.
-    """
-    global _updates
-    _updates += 1
-    if world_size() > 1:
-        torch_private.default_store().set(_KEY.format(dist.get_rank()), str(_updates))
-
-
-@contextlib.contextmanager
-def naming_ranks() -> Iterator[None]:
-    """Adds the ranks that have not begun this rank's last reduction to an error of a collective."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        with contextlib.suppress(Exception):  # the store may have ended as well
-            store = torch_private.default_store()
-            missing = []
-            for other in dist.get_process_group_ranks(_batch_group):
-                key = _KEY.format(other)
-                reached = int(store.get(key)) if store.check([key]) else 0
-                if reached < _updates:
-                    missing.append(f"rank {other} has not come further than step {reached}")
-            if missing:
-                error.add_note(
-                    f"rank {dist.get_rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}: look for its "
-                    "error in the log, or give all ranks equally many batches"
-                )
-        raise
+def explain_timeout(error: BaseException) -> None:
+    """Adds a note to the error of a collective whose timeout is over."""
+    if isinstance(error, RuntimeError) and re.search("(?i)timed out|timeout", str(error)):
+        error.add_note(
+            f"rank {dist.get_rank()} waits in a collective that another rank has not come to: look for its error in the log, "
+            "give all ranks equally many batches, or set TORCH_FR_BUFFER_SIZE=2000 for torch's flight recorder and compare "
+            "the ranks with torchfrtrace"
+        )
 
 
 def keep_backends() -> None:

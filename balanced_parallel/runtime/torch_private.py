@@ -245,9 +245,11 @@ def divides_by_counts(node: "Node") -> bool:
     return getattr(node, "_saved_scale_grad_by_freq", False)
 
 
-def is_output_of_ddp(value: object) -> bool:
-    """Returns True for a copy that ``DistributedDataParallel`` has made of an output."""
-    return type(getattr(value, "grad_fn", None)).__name__ == "_DDPSinkBackward"
+def is_same(tensor: Tensor) -> bool:
+    """Returns True for a copy of an output that ``DistributedDataParallel`` or a strategy has made:
+    its derivative is one.
+    """
+    return type(tensor.grad_fn).__name__ in ("_DDPSinkBackward", "_WatchBackward")
 
 
 def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:
@@ -618,10 +620,6 @@ def _parameters_of_units(units: "Iterable[FSDPModule]") -> "Iterator[FSDPParam]"
     for unit in units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             yield from group.fsdp_params
-
-
-# Returns the store that all ranks of the default group have.
-default_store: Callable[[], dist.distributed_c10d.Store] = dist.distributed_c10d._get_default_store
 
 
 def all_backends() -> list[Any]:

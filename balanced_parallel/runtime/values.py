@@ -69,17 +69,24 @@ def parse_each(capacity: int | str | Sequence[int | str], devices: int) -> tuple
     return tuple(map(parse_bytes, sizes))
 
 
+# What to write in place of an argument that is gone.
+_REMOVED = {
+    "in_dims": "dim=1 for rows in dimension 1, and marks at the call for other arguments: Along(x, 1), Whole(x), Rows(x)"
+}
+
+
 def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Returns a function whose error for a keyword argument that it does not have names those that
     it has.
     """
     names = [name for name in inspect.signature(function).parameters if name != "self"]
+    expected = f"one of {', '.join(names)}"
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs.keys() - names:
             raise TypeError(
-                f"{function.__qualname__}() got an unexpected keyword argument {name!r}, expected one of {', '.join(names)}"
+                f"{function.__qualname__}() got an unexpected keyword argument {name!r}, expected {_REMOVED.get(name, expected)}"
             )
         return function(*args, **kwargs)
 

@@ -91,7 +91,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         module: on this rank's device already.
         device: that device.
         criterion: a module whose parameters are reduced with the model's.
-        rows: dim, precision, in_dims and out_dims, as in :class:`DataParallelModel`.
+        rows: dim, precision and out_dims, as in :class:`DataParallelModel`.
     """
 
     def __init__(
@@ -181,6 +181,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         module = children["module"]
         function: Callable[..., object] = getattr(module, method or "__call__")
         row = self._row_in_place(method, arguments, rows)
+        if self.noting is not None and row is None:
+            function = functools.partial(self.noting.call, self.module, function)
         reduces = self.require_backward_grad_sync
         is_watched = torch.is_grad_enabled() and (reduces or not in_step)
 
@@ -195,6 +197,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         with self.precision.autocast(self.devices), self._random_numbers():
             output = self._call_in_forward(call)
+        if self.noting is not None:
+            return self._open(self.noting, [output], [rows])
         return PerReplica([output], [rows], self.out_dims)
 
     def _row_in_place(
@@ -511,7 +515,6 @@ class _DDPUpdate(RankUpdate):
             run_backward(losses, divisor)
             return
         self.start(local)
-        collectives.begin_reduction()
         if not self._has_begun:
             self._model.record.begin()
         roots = [loss for loss in losses if loss.requires_grad]

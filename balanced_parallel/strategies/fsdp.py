@@ -11,9 +11,9 @@ The repeated blocks of a module are sharded one by one, and the rest of it is th
     blocks[1]                --->   blocks[1]
 
 Blocks are all-gathered in every forward and backward, so all ranks run equally many micro-batches.
-Gradients stay whole until the last of them where they fit, otherwise each backward reduces them to
-their shards. The loss, its weight and what else ranks must agree on are one small all-gather of the
-hosts in the end.
+The hosts ask for the largest number in each batch. Gradients stay whole until the last of them
+where they fit, otherwise each backward reduces them to their shards. The loss, its weight and what
+else ranks must agree on are one small all-gather of the hosts in the end.
 
 FSDP2 reduces the gradients that a rank has. Ranks that have used different parameters would reduce
 tensors of different sizes, so zeros are set in place of missing gradients. (torch 2.11 cannot do
@@ -83,7 +83,7 @@ class ShardedModel(RankModel):
     Args:
         module: on any device. It is sharded in place, over the ranks of ``mesh``.
         device: of this rank.
-        rows: dim, in_dims, out_dims and precision, which is also that of parameters that are
+        rows: dim, out_dims and precision, which is also that of parameters that are
             all-gathered.
     """
 
@@ -111,14 +111,8 @@ class ShardedModel(RankModel):
         }
 
     def forward_without_rows(self) -> Tensor:
-        """Takes part in a forward of the other ranks. Returns a zero for the backward.
-
-        Counters advance once per update.
-        """
-        has_advanced = self.has_rows or self.has_advanced
-        with keep_numbers(self.module) if has_advanced else contextlib.nullcontext():
-            outputs = self._run(None, None, 0)
-        self.has_advanced = torch.is_grad_enabled()
+        """Takes part in a forward of the other ranks. Returns a zero for the backward."""
+        outputs = self._run(None, None, 0)
         if not torch.is_grad_enabled():  # the first of two passes
             return torch.zeros(())
         return zero_of(*[tensor for tensor in tensors_in(list(outputs)) if tensor.requires_grad])
@@ -152,25 +146,39 @@ class ShardedModel(RankModel):
         if rows == 0 and example is not None and not (self.meets_ranks and arguments is not None):
             # This moves it once: the host would wait for each copy.
             example = self._examples[method] = move_leaves(example, self.devices[0])
-            with (
-                self.gradients.of_dummy(),
-                self._random_numbers(),
-                undone(self.module, self.devices),
-            ):
-                row = self._copied_row(example, arguments)
-                return PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(
-                    0, 0
-                )
+            return self._run_example(method, example, arguments, in_step)
         if arguments is None:
             raise RuntimeError(
                 "no rank has had a row yet, expected rows on one rank at least in the first forward"
             )
-        return PerReplica([self._call(method, arguments, in_step)], [rows], self.out_dims)
+        return self._call(method, arguments, rows, in_step)
 
-    def _call(self, method: str | None, arguments: Arguments, in_step: bool) -> object:
+    def _run_example(
+        self, method: str | None, example: Arguments, arguments: Arguments | None, in_step: bool
+    ) -> PerReplica:
+        """Runs a row of another batch, in place of ``arguments`` without rows.
+
+        Counters advance once per update.
+        """
+        has_advanced = self.has_rows or self.has_advanced
+        self.has_advanced = torch.is_grad_enabled()
+        with (
+            keep_numbers(self.module) if has_advanced else contextlib.nullcontext(),
+            self.gradients.of_dummy(),
+            self._random_numbers(),
+            undone(self.module, self.devices),
+        ):
+            row = self._copied_row(example, arguments)
+            return self._call(method, row, 1, in_step).narrow(0, 0)
+
+    def _call(
+        self, method: str | None, arguments: Arguments, rows: int | None, in_step: bool
+    ) -> PerReplica:
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         module = torch_private.children_of(self)["module"]  # self.module would call __getattr__
         function = getattr(module, method or "__call__")
+        if self.noting is not None:
+            function = functools.partial(self.noting.call, self.module, function)
         self.outputs = None
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
@@ -181,7 +189,9 @@ class ShardedModel(RankModel):
         watched = watch_output(output, zero, functools.partial(self._begin_backward, in_step))
         learned = [tensor for tensor in tensors_of(watched) if in_step and tensor.requires_grad]
         self.outputs = [*map(TensorWeakRef, learned)]
-        return watched
+        if self.noting is not None:
+            return self._open(self.noting, [watched], [rows])
+        return PerReplica([watched], [rows], self.out_dims)
 
     def _take_write(self, name: str) -> None:
         raise RuntimeError(
@@ -256,15 +266,10 @@ class _FSDPSync(RankSync):
 
     def __init__(self, model: ShardedModel, criterion: DataParallelCriterion) -> None:
         super().__init__(model, criterion)
-        # micro-batches that all ranks run before they exchange anything; 0: they ask
-        self.round = 0
-        self.keeps_whole = False  # gradients until the end of a round
-        self._always_asks = criterion.kind.passes > 1 or self.meets_ranks
+        self.keeps_whole = False  # gradients until the last micro-batch of a batch
         self._updates = 0  # complete ones
 
     def open(self) -> UpdateSync:
-        # Ranks wait for the shards of others from the first forward on.
-        collectives.begin_reduction()
         return _FSDPUpdate(self, self._model)
 
     def by_group(self) -> NoReturn:
@@ -283,27 +288,18 @@ class _FSDPSync(RankSync):
         device = self._model.devices[0]
         return not is_accelerator(device) or needed <= free_bytes(device) // 2
 
-    def learn(self, micro_batches: int, *, all_fit: bool) -> None:
-        """Counts a complete update, after which a round is of ``micro_batches``, 0 if no rank has
-        needed so many.
-        """
-        self.round = 0 if self._always_asks else micro_batches
+    def learn(self, *, all_fit: bool) -> None:
+        """Counts a complete update. After it, gradients stay whole if they fit on all ranks."""
         self._updates += 1
         self.keeps_whole = self.keeps_whole or all_fit
-
-    def ask(self) -> None:
-        """Lets the ranks ask in the next update, after a failure of all of them."""
-        self.round = 0
 
 
 class _FSDPUpdate(RankUpdate):
     """Sums gradients over ranks. Every rank takes part in the forwards of all others.
 
-    All ranks run as many micro-batches as in the update before (a round), some of them without
-    rows, and then exchange loss, weight and what else they must agree on. A rank that needs more
-    micro-batches says so there, and another round begins. In the first update, and where no forward
-    of a rank may be without its rows, they ask for the largest number first. Gradients stay whole
-    until the end of a round, if they fit into half of the free memory of each rank.
+    In each batch the ranks ask for the largest number of micro-batches, and all of them run as
+    many, some without rows. A rank at its end asks until all ranks are there. Gradients stay whole
+    until the last micro-batch of a batch, if they fit into half of the free memory of each rank.
     """
 
     _model: ShardedModel
@@ -312,58 +308,41 @@ class _FSDPUpdate(RankUpdate):
         super().__init__(model, model.gradients)
         self._sync = sync
         self._group = model.group
-        self._asks = not sync.round
-        self._end = sync.round  # The present round ends there, in micro-batches of the update.
-        # micro-batches: all, those of this batch to come, those of other ranks
-        self._ran = self._left = self._without_rows = 0
+        self._has_begun = False  # A backward has run.
+        self._is_at_end = False  # All ranks have run their last micro-batch.
+        self._left = 0  # micro-batches of this batch to come
         self._divisor: Weight = 1.0  # The last backward had it.
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def count_micro_batches(self, count: int) -> int:
-        if self._asks:
-            count = collectives.max_over_ranks(count, self._group)
-        self._left = count
-        if count and not self._asks and self._ran == self._end:
-            self._begin_round(count)
-        return count
+        self._left = collectives.max_over_ranks(count, self._group)
+        return self._left
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        ask = functools.partial(collectives.max_over_ranks, 0, self._group)
-        for count in iter(ask, 0) if self._asks else [self._end - self._ran]:
+        while count := self.count_micro_batches(0):
             for _ in range(count):
-                yield [self._forward_without_rows()]
-        if self._asks and torch.is_grad_enabled():  # All ranks are at the end.
-            self._asks = False
-            self._end = self._ran
+                yield [self._model.forward_without_rows()]
+        self._is_at_end = torch.is_grad_enabled()  # The first of two passes has no gradients.
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         if local is not None:
             self.start(local)
-        if self._ran == 0:
+        if not self._has_begun:
             self._model.gradients.begin_update()
-        self._ran = self._ran + 1
+            self._has_begun = True
         self._left = self._left - 1
         self._divisor = divisor
-        keeps_whole = self._sync.keeps_whole and self._ran < self._end
         self._model.run_backward(
-            functools.partial(run_backward, losses, divisor), keeps_whole=keeps_whole
+            functools.partial(run_backward, losses, divisor),
+            keeps_whole=self._sync.keeps_whole and self._left > 0,
         )
-        if not self._asks and self._left > 0 and self._ran == self._end:
-            self._begin_round(self._left)
 
     def agree(self, report: RankReport) -> RankReport:
-        fits = self._sync.fits()
-        while True:
-            sums = self._exchange(report._replace(is_full=self._without_rows == 0, fits=fits))
-            if not sums.needs_more:
-                break
-            for _ in range(self._extend(0)):
-                self.backward([self._forward_without_rows()], self._divisor, None)
+        sums = self._exchange(report._replace(fits=self._sync.fits()))
         self._model.gradients.average_scalars()
-        self._sync.learn(self._ran if sums.is_full else 0, all_fit=sums.fits == self._ranks)
-        self._ran = self._end = 0  # Nothing is left to run.
+        self._sync.learn(all_fit=sums.fits == self._ranks)
         return sums
 
     def tell(self, error: BaseException, *, has_begun: bool) -> None:
@@ -379,8 +358,6 @@ class _FSDPUpdate(RankUpdate):
         is_known = self._has_agreed or isinstance(error, ElsewhereFailure)
         is_in_block = not is_known and self._model.outputs is None
         try:
-            if not self._has_agreed:
-                self._sync.ask()
             if not (is_known or is_in_block):
                 self._take_part(error, divide)
         finally:
@@ -396,19 +373,18 @@ class _FSDPUpdate(RankUpdate):
         """Takes part in what the other ranks run, without rows, and tells them in the end."""
         present = [reference() for reference in self._model.outputs or ()]
         outputs = [output for output in present if output is not None]
-        left = max(self._left if self._asks else self._end - self._ran, 0)
         with torch.enable_grad():
-            for _ in range(left):
-                zero = zero_of(*outputs) if outputs else self._forward_without_rows()
+            for _ in range(self._left):
+                zero = zero_of(*outputs) if outputs else self._model.forward_without_rows()
                 outputs = []
                 divide()
                 divide = bool
                 self.backward([zero], self._divisor, None)
-        if self._asks:
-            collectives.tell_failure(error, self._group)
-        else:
+        if self._is_at_end:
             is_memory = isinstance(error, torch.OutOfMemoryError)
             self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
+        else:
+            collectives.tell_failure(error, self._group)
 
     def _exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks. Raises an error if one has failed."""
@@ -416,24 +392,6 @@ class _FSDPUpdate(RankUpdate):
         if failures := sums.failed or sums.out_of_memory:
             collectives.raise_failure(failures, self._ranks, not sums.failed)
         return sums
-
-    def _forward_without_rows(self) -> Tensor:
-        self._without_rows += 1
-        return self._model.forward_without_rows()
-
-    def _begin_round(self, count: int) -> None:
-        """Begins another round of ``count`` micro-batches or more.
-
-        Ranks that are at the end of theirs learn of it.
-        """
-        self._exchange(RankReport(needs_more=1))
-        self._extend(count)
-
-    def _extend(self, count: int) -> int:
-        """Makes the round longer by the largest ``count`` of any rank. Returns that."""
-        largest = collectives.max_over_ranks(count, self._group)
-        self._end = self._ran + largest
-        return largest
 
 
 @gradient_sync.register

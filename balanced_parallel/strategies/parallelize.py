@@ -72,7 +72,6 @@ def parallelize(
     weight: Callable[..., Any] | str | None = None,
     precision: str | Precision | None = None,
     split: Sequence[float] | None = None,
-    in_dims: Dims = None,
     out_dims: Dims = None,
     refresh: Refresh = "recorded",
     strategy: Strategy = "auto",
@@ -95,7 +94,7 @@ def parallelize(
             settings; ``None`` returns the model alone.
         device_ids: as in :class:`DataParallelModel`; under torchrun, one device for each process of
             this machine.
-        dim, precision, split, in_dims, out_dims: as in :class:`DataParallelModel`.
+        dim, precision, split, out_dims: as in :class:`DataParallelModel`.
         refresh: as in :class:`DataParallelModel`. Ranks have no replicas, so it has no effect under
             torchrun.
         weight: as in :class:`DataParallelCriterion`.
@@ -144,7 +143,6 @@ def parallelize(
     settings: RowSettings = {
         "dim": dim,
         "precision": precision,
-        "in_dims": in_dims,
         "out_dims": out_dims,
     }
     if environment is None:

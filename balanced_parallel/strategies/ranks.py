@@ -31,10 +31,11 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
+from ..replicas.replicas import without_trace
 from ..runtime import collectives, row_random, torch_private
 from ..runtime.collectives import RENORM, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
-from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
+from ..runtime.random_numbers import RankNumbers, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
 from ..runtime.values import Precision, forget_gradients
 from ..training.settings import Settings
@@ -49,7 +50,6 @@ class RowSettings(TypedDict, total=False):
 
     dim: int
     precision: str | Precision | None
-    in_dims: Dims
     out_dims: Dims
 
 
@@ -66,14 +66,12 @@ class RankModel(ParallelModel):
         device: torch.device,
         dim: int = 0,
         precision: str | Precision | None = None,
-        in_dims: Dims = None,
         out_dims: Dims = None,
     ) -> None:
         self.devices = [device]
         self.split = None
         self.draws_on_host = not is_accelerator(device)
         self.dim = dim
-        self.in_dims = in_dims
         self.out_dims = dim if out_dims is None else out_dims
         self.precision = Precision(precision or "fp32")
         self.meets_ranks = meets_others(self.module)
@@ -129,8 +127,8 @@ class RankModel(ParallelModel):
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
         if torch.is_grad_enabled():
             self._refuse_late_parameters()
-        marked = self.mark(map_tensors(collectives.enter, arguments), method)
-        return self._watched_run(method, marked, count_rows(marked, self.dim))
+        entered = map_tensors(collectives.enter, arguments)
+        return self._watched_run(method, entered, count_rows(entered, self.dim))
 
     def _watched_run(
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
@@ -175,7 +173,7 @@ class RankModel(ParallelModel):
             warnings.warn(
                 f"the module communicates with the other ranks itself ({', '.join(sorted(names))}), expected as many "
                 "micro-batches on each rank, with rows in each: without these limits, use convert_sync_batchnorm for batch norm, "
-                "and sum_over_rows in place of all_reduce for other statistics",
+                "and SumOverRows in place of all_reduce for other statistics",
                 stacklevel=2,
             )
         return output
@@ -184,6 +182,10 @@ class RankModel(ParallelModel):
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
         raise NotImplementedError
+
+    def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
+        """Runs marked rows on this rank. All ranks call this."""
+        return self._watched_run(method, arguments, rows, in_step=True)
 
     def _note_whole(self, *_: object) -> None:
         """Notes the memory of parameters that are whole, before a module runs."""
@@ -280,7 +282,7 @@ class RankSync(GradientSync):
 
 
 class RankReport(NamedTuple):
-    """Numbers that the ranks sum at the end of an update, or of a round of FSDP2.
+    """Numbers that the ranks sum at the end of an update.
 
     A strategy leaves those of others at 0.
     """
@@ -295,8 +297,6 @@ class RankReport(NamedTuple):
     has_unused: float = 0.0  # Ranks with unused parameters.
     out_of_memory: float = 0.0
     failed: float = 0.0  # Ranks that failed for another reason.
-    needs_more: float = 0.0  # Ranks with more micro-batches.
-    is_full: float = 0.0  # Ranks with rows in each micro-batch.
     fits: float = 0.0  # Ranks where whole gradients fit.
 
 
@@ -519,21 +519,6 @@ def _detached(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def undone(module: nn.Module, devices: Devices) -> Iterator[None]:
-    """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in
-    the block.
-    """
-    random_numbers = RandomState(devices)
-    buffers = [
-        (part, name, buffer)
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    for part, name, buffer in buffers:
-        setattr(part, name, buffer.clone())
-    try:
-        with forward_of(NONE):
-            yield
-    finally:
-        random_numbers.restore()
-        for part, name, buffer in buffers:
-            setattr(part, name, buffer)
+    """Undoes what a forward of a row in place of no rows changes."""
+    with without_trace(module, devices), forward_of(NONE):
+        yield

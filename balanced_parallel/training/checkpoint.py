@@ -26,7 +26,7 @@ from functools import cache, partial
 from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,20 @@ _ONE_FOLDER = "one folder that all ranks see, on a disk that their hosts share"
 _unreported: dict[Future[Any], Path] = {}
 
 
+@runtime_checkable
+class Part(Protocol):
+    """A part of :class:`Checkpoints` that is asked about its state, as a :class:`TrainStep` is."""
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises an error if it refuses a state. No part has been changed."""
+
+    def load_target(self, path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Returns memory for a saved tensor, or None for that of a new tensor."""
+
+    def parameter_keys(self) -> Iterable[str]:
+        """Returns the keys of tensors in its state that the digest in ``checkpoint.json`` is of."""
+
+
 class Checkpoints:
     """Checkpoints of a run in one folder, by ``torch.distributed.checkpoint``.
 
@@ -81,9 +95,8 @@ class Checkpoints:
         parts: objects with ``state_dict()`` and ``load_state_dict()``, by a name of your choice: a
             :class:`TrainStep`, which has model, optimizers, schedulers and random numbers; a
             :class:`RankBatchSampler`; objects of your own. Their tensors are the same on all ranks.
-            ``check_state_dict()`` of a part may refuse a state, before any part is changed. The
-            digest in ``checkpoint.json`` is of the parameters of steps and modules, and of the
-            tensors that ``parameter_keys()`` of a part lists.
+            A part with all methods of ``Part`` is asked about its state. The digest in
+            ``checkpoint.json`` is of the parameters of steps and modules.
 
     Raises:
         ImportError: the package safetensors is missing.
@@ -182,8 +195,10 @@ class Checkpoints:
         """Returns the keys of the parameters of each part, by their keys in the whole state."""
         names: dict[str, str] = {}
         for name, part in self.parts.items():
-            keys: Iterable[str] = getattr(part, "parameter_keys", list)()
-            if isinstance(part, nn.Module):
+            keys: Iterable[str] = ()
+            if isinstance(part, Part):
+                keys = part.parameter_keys()
+            elif isinstance(part, nn.Module):
                 _, keys = split_tensors(parameters_of(part, states[name]))
             names |= {f"{tensor_key([name])}/{key}": key for key in keys}
         return names
@@ -263,8 +278,8 @@ class Checkpoints:
         tensors: dict[str, Tensor] = {}
 
         def memory(path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor:
-            load_target = getattr(self.parts[path[0]], "load_target", None)
-            target = None if load_target is None else load_target(path[1:], size, dtype)
+            part = self.parts[path[0]]
+            target = part.load_target(path[1:], size, dtype) if isinstance(part, Part) else None
             return tensors.setdefault(
                 tensor_key(path), torch.empty(size, dtype=dtype) if target is None else target
             )
@@ -278,10 +293,10 @@ class Checkpoints:
         except CheckpointException as error:  # KeyboardInterrupt is no Exception.
             raise OSError(f"{folder} could not be read ({_reasons(error)}): try again") from error
         for name, part in self.parts.items():
-            if isinstance(part, nn.Module):
+            if isinstance(part, Part):
+                part.check_state_dict(state[name])
+            elif isinstance(part, nn.Module):
                 check_same_tensors(name, part.state_dict(), state[name])
-            elif check := getattr(part, "check_state_dict", None):
-                check(state[name])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
 

@@ -403,7 +403,7 @@ def check_exact(
     elif model.split is not None:
         refused = f"split={model.split!r}, expected None: each device runs whole groups"
     elif meets_others(model) or criterion.copies.collectives.sums_rows:
-        refused = "batch norm or sum_over_rows over all rows, expected layers that need the rows of a group alone, as group norm"
+        refused = "batch norm or SumOverRows over all rows, expected layers that need the rows of a group alone, as group norm"
     elif len(names) > 1:
         refused = (
             f"{' and '.join(names)}, expected devices of one kind: others round in another way"

@@ -6,7 +6,7 @@ the state before the update, and that behind the first one stays::
 
     state 7 | forward 0 | state 8     state 7 | forward 1 | state 8     ...     state 8
 
-Statistics of batch norm, and of modules with ``sum_over_rows``, are left out: those of each
+Statistics of batch norm, and of modules with a ``SumOverRows``, are left out: those of each
 micro-batch count.
 """
 
@@ -63,7 +63,7 @@ class ForwardState:
 
     @functools.cached_property
     def _summing(self) -> set[str]:
-        """Modules with statistics over all rows, by name. The search may take a second."""
+        """Modules with statistics over all rows, by name."""
         return {name for part, name in self._names.items() if sums_rows(part)}
 
     def reset(self) -> None:

@@ -65,7 +65,7 @@ class TwoPasses(Attempt):
         )
         self._loss = loss = kind.loss(
             self._forwards.copies, home, is_split=self._may_split or not is_single
-        )
+        ).of_model(self._forwards.model)
         is_single = bool(self.sync.smallest(is_single))
         self._has_begun = True
         if is_single:

@@ -160,6 +160,7 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
         else _name(criterion.weight),
         "minimum": str(criterion.minimum),
         "whole": criterion.whole,
+        "sums_rows": criterion.copies.collectives.sums_rows,
         "precision of the criterion": criterion.precision.name,
         **_settings(keywords, " of the criterion"),
     }

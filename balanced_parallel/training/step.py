@@ -184,7 +184,7 @@ class TrainStep:
         has_sums = criterion.copies.collectives.sums_rows
         if self._is_auto and self._has_ranks and (has_sums or meets_others(model)):
             raise ValueError(
-                "micro_batch_size='auto' with batch norm over all ranks or sum_over_rows, where others wait for a rank that runs "
+                "micro_batch_size='auto' with batch norm over all ranks or SumOverRows, where others wait for a rank that runs "
                 "out of memory, expected a number, as memory.fit finds it"
             )
         self._open_sync: Callable[[], UpdateSync] = (
@@ -322,11 +322,12 @@ class TrainStep:
     def _mark(
         self, inputs: Any, targets: tuple[Any, ...]
     ) -> tuple[Arguments, Arguments, tuple[int, int]]:
-        """Returns inputs and targets with marks, and the dimensions of the rows in what is not
+        """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
         marked.
         """
-        marked, dim = self.criterion.mark(targets, {}, self.model.out_dims)
-        return self.model.mark(as_arguments(inputs)), marked, (self.model.dim, dim)
+        arguments = Arguments(targets, {})
+        dim = self.criterion.dim_of_targets(arguments, self.model.out_dims)
+        return as_arguments(inputs), arguments, (self.model.dim, dim)
 
     @contextmanager
     def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, ExitStack]]:
@@ -346,14 +347,15 @@ class TrainStep:
             around = without_autocast_cache()
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
-        names = collectives.naming_ranks() if self._has_ranks else nullcontext()
-        with hooks, window(self.model, self.criterion, in_step=True), names, around:
+        with hooks, window(self.model, self.criterion, in_step=True), around:
             update = self._update or self._begin()
             self._update = None
             try:
                 with update.dropped_by_errors():
                     yield update, hooks
             except BaseException as error:
+                if self._has_ranks:
+                    collectives.explain_timeout(error)
                 if update.has_parted:  # The other ranks learn of it in the next reduction.
                     failure = f"failed with {type(error).__name__}: {error}"
                     self._last = self._last._replace(failure=failure)
@@ -426,6 +428,8 @@ class TrainStep:
             calls.agree(
                 len([*run.batch.plan(self.model.devices, self.model.split, self._limit.value, int)])
             )
+        if not run.batch.targets.inputs:
+            self._kind.begin_step(self.model)
         try:
             update.add(run)
         except torch.OutOfMemoryError as error:

@@ -180,6 +180,7 @@ class Accumulation(Attempt):
         self._weight: Weight = 0.0
         self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
         self._is_reduced = False  # over replicas and ranks: nothing can be added
+        self._has_plan = False  # Ranks have agreed on the number of micro-batches.
         self._has_kind = False  # Ranks have agreed on the kind of the loss.
         self._is_mean = kind.is_mean
         self._scaler = forwards.precision.scaler
@@ -239,6 +240,7 @@ class Accumulation(Attempt):
                 model.devices, model.split, self._limit.value, self.sync.count_micro_batches
             )
         )
+        self._has_plan = True
         return (
             plan if run.surround is None else [list(map(run.surround, shards)) for shards in plan]
         )
@@ -265,11 +267,14 @@ class Accumulation(Attempt):
 
     def discard(self, error: BaseException) -> bool:
         """Drops the gradients of this rank. Others may wait for its part in the kind of the loss."""
-        asks = self.kind.asks or self.forwards.copies.collectives.asks
-        if asks and not self._has_kind:
+        calls_ask = self.forwards.copies.collectives.asks
+        if self._has_kind or not (self.kind.asks or calls_ask):
+            return self.sync.discard(error, self._divide)
+        if self._has_plan or calls_ask:
             tell_failure(error)
-            error = ElsewhereFailure()
-        return self.sync.discard(error, self._divide)
+        else:  # Others may wait for the number of its micro-batches.
+            self.sync.tell(error, has_begun=False)
+        return self.sync.discard(ElsewhereFailure(), self._divide)
 
     def _divide(self) -> None:
         """Takes part in the choice of the divisor, unless it is chosen."""

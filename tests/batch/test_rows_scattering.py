@@ -162,11 +162,10 @@ def test_an_empty_list_goes_to_every_replica():
             return super().forward(x)
 
     net, x = Hints(2, 3), torch.randn(7, 2)
-    for in_dims in (None, 0):
-        model = DataParallelModel(net, CPUS, in_dims=in_dims)
-        torch.testing.assert_close(
-            gather(model(x, [], extra={"hints": []})), net(x, [], extra={"hints": []})
-        )
+    model = DataParallelModel(net, CPUS)
+    torch.testing.assert_close(
+        gather(model(x, [], extra={"hints": []})), net(x, [], extra={"hints": []})
+    )
 
     criterion = DataParallelCriterion(
         lambda output, target, names: torch.nn.functional.mse_loss(output, target) + len(names)

@@ -18,7 +18,7 @@ from balanced_parallel import (
 
 WRITTEN = (
     "each replica and micro-batch writes it, from its own rows, and that of the first replica is kept: compute it from "
-    "sum_over_rows(statistic), which adds up the rows of all replicas and ranks"
+    "the result of a SumOverRows, which adds up the rows of all replicas and ranks"
 )
 MIXED = (
     "the output of a row depends on the other rows of its batch, or rows are in another order: move this part into the "
@@ -64,7 +64,7 @@ class Stateful(nn.Module):
     def __init__(self, function):
         super().__init__()
         self.net, self.function = build_net(), function
-        self.calls, self.seen, self.log = 0, [], {"rows": 0}
+        self.calls = 0
         self.register_buffer("total", torch.zeros(()))
         self.key = nn.Linear(4, 6)
 
@@ -74,7 +74,6 @@ class Stateful(nn.Module):
 
 def write_all(module, x):
     module.calls += 1
-    module.seen.append(len(x))
     module.total += x.sum()
     return module.net(x) * module.total
 
@@ -94,7 +93,7 @@ def drift(module, x):
 @pytest.mark.parametrize(
     ("function", "step", "names"),
     [
-        (write_all, 1, ["calls", "seen", "total"]),
+        (write_all, 1, ["calls", "total"]),
         (scale_by_earlier_rows, 2, ["total"]),
         (drift, 1, ["total"]),
     ],
@@ -117,7 +116,6 @@ def test_state_written_in_forward_is_the_only_reason(function, step, names):
 def count_rows(module, x):
     module.calls += 1
     module.total += len(x)
-    module.log["rows"] += len(x)
     return module.net(x)
 
 
@@ -131,7 +129,7 @@ def test_a_buffer_that_keeps_the_rows_of_one_replica_is_a_difference():
     }  # the first of three replicas has three of seven rows
     assert "\nstate 0.total " in str(report)
     assert report.reasons == tuple(
-        f"state written in forward: 0.{name}; {WRITTEN}" for name in ("calls", "log", "total")
+        f"state written in forward: 0.{name}; {WRITTEN}" for name in ("calls", "total")
     )
     assert report.warnings == ()
 

@@ -12,6 +12,7 @@ from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_
 from torch import nn
 
 from balanced_parallel import (
+    Along,
     DataParallelCriterion,
     DataParallelModel,
     Rows,
@@ -204,20 +205,17 @@ def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_ba
     of_clips = Calls(
         lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips])
     )
-    whole = DataParallelModel(of_clips, CPUS, in_dims={1: None})
-    for model, scale in (
-        (whole, torch.rand(5)),
-        (DataParallelModel(of_clips, CPUS), Whole(torch.rand(5))),
-    ):
-        report = verify(
-            model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size
-        )
-        assert report.equal, report
+    model, scale = DataParallelModel(of_clips, CPUS), Whole(torch.rand(5))
+    report = verify(
+        model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size
+    )
+    assert report.equal, report
 
     x, target = torch.randn(5, 11, 4), torch.randint(5, (5, 11))
-    explicit = DataParallelCriterion(flat_loss, in_dims=(1, 1), weight="rows")
-    model = DataParallelModel(build_net(), CPUS, in_dims=1, out_dims=1)
-    report = verify(model, explicit, x, target, micro_batch_size=micro_batch_size)
+    explicit = DataParallelCriterion(flat_loss, weight="rows")
+    model = DataParallelModel(build_net(), CPUS, out_dims=1)
+    marked = Along(x, 1), Along(target, 1)
+    report = verify(model, explicit, *marked, micro_batch_size=micro_batch_size)
     assert report.equal, report
 
 

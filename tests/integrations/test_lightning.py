@@ -34,7 +34,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep  # noqa: E402
 from balanced_parallel.integrations.lightning import BalancedStrategy  # noqa: E402
-from balanced_parallel.replicas import module_tree  # noqa: E402
 
 SHAPES = [(["cpu"], 2), (["cpu"] * 3, 1), (["cpu"] * 3, 2), (["cpu"] * 5, 3)]
 
@@ -95,14 +94,6 @@ def test_results_of_a_batch_have_all_rows_and_the_loss_of_the_update():
 def test_a_step_leaves_no_trace_in_attributes():
     module, expected = check_fit(SeveralMeans, ["cpu"], 2)
     assert module.seen == expected.seen == 64
-
-
-def test_the_code_of_a_module_is_searched_once(monkeypatch):
-    """It takes a second, as it leads to that of Lightning. Copies of a module do not need it."""
-    searched = []
-    monkeypatch.setattr(module_tree, "sums_rows", searched.append)
-    fit(SeveralMeans(), BalancedStrategy(["cpu"] * 2), 2)
-    assert len(searched) == 1
 
 
 @pytest.mark.parametrize("schedule", ["step", "epoch", "plateau"])

@@ -12,11 +12,13 @@ from helpers.slow import slow, slow_but
 from torch import nn
 
 from balanced_parallel import (
+    Along,
     BalancedOptimizer,
     ByCost,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
+    Whole,
     memory,
     parallelize,
     simulate,
@@ -177,12 +179,12 @@ def test_a_step_that_does_not_fit_names_the_best_saving():
 
 
 def test_outputs_in_another_dimension_than_the_inputs_are_refused_with_a_loss_of_all_rows():
-    model = DataParallelModel(nn.Linear(4, 4), ["cpu"], in_dims=(1,), out_dims=1)
+    model = DataParallelModel(nn.Linear(4, 4), ["cpu"], out_dims=1)
     step = TrainStep(model, DataParallelCriterion(nn.MSELoss(), whole=True, dim=0), adamw(model))
     with pytest.raises(
         ValueError, match="expected one dim= for all with a loss whose rows depend on each other"
     ):
-        memory.fit(step, torch.zeros(4, 6), torch.zeros(6, 4), capacity="1GiB")
+        memory.fit(step, Along(torch.zeros(4, 6), 1), torch.zeros(6, 4), capacity="1GiB")
 
 
 class Transposing(nn.Linear):
@@ -191,15 +193,15 @@ class Transposing(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("in_dims", "inputs"),
+    "inputs",
     [
-        ((1, None), (torch.zeros(256, 6), torch.zeros(3, 4))),
-        ({"rows": 1, "anchors": None}, {"rows": torch.zeros(256, 6), "anchors": torch.zeros(3, 4)}),
+        (Along(torch.zeros(256, 6), 1), Whole(torch.zeros(3, 4))),
+        {"rows": Along(torch.zeros(256, 6), 1), "anchors": Whole(torch.zeros(3, 4))},
     ],
 )
-def test_rows_in_other_dimensions_fit(in_dims, inputs):
+def test_rows_in_other_dimensions_fit(inputs):
     with simulate(2, "4MiB") as cluster:
-        model = DataParallelModel(Transposing(256, 256), in_dims=in_dims)
+        model = DataParallelModel(Transposing(256, 256))
         step = TrainStep(model, DataParallelCriterion(nn.MSELoss()), adamw(model))
         report = memory.fit(step, inputs, torch.zeros(6, 256))
         assert step.micro_batch_size == 3

@@ -87,7 +87,7 @@ class TestReduction:
             ({"reduction": "total"}, "reduction='total', expected 'sum', 'mean' or 'none'"),
             ({"weight": "row"}, "weight='row', expected a function .* or 'rows'"),
             ({"minimum": -1}, "minimum=-1, expected the smallest divisor"),
-            ({"in_dims": "rows"}, "in_dims contains 'rows', expected the dimension"),
+            ({"dim": "rows"}, "dim='rows', expected an integer"),
         ):
             with pytest.raises((ValueError, TypeError), match=message):
                 DataParallelCriterion(lambda output, target: output.mean(), **settings)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import (
+    Along,
     DataParallelCriterion,
     DataParallelModel,
     PerReplica,
@@ -78,7 +79,7 @@ class TestGatherOutputs:
                     "nested": {"scale": net[0].bias.sum().exp().view(shape)},
                 }
             )
-            dims = {"nested": {"scale": None}}
+            dims = (0, (None,))
             outputs = DataParallelModel(scaled, CPUS, gather_outputs=True, out_dims=dims)(
                 torch.randn(7, 4)
             )
@@ -126,18 +127,21 @@ class TestMicroBatches:
         target = torch.randint(CLASSES, (5, 13))
         scale = torch.rand(CLASSES)
         target[1:, :9] = -100
-        model = DataParallelModel(module, CPUS, dim=1, in_dims=(1, None))
-        split = DataParallelCriterion(
-            loss, in_dims={"target": 1}, weight=lambda output, target: (target != -100).sum()
-        )
+        model = DataParallelModel(module, CPUS, dim=1)
+        split = DataParallelCriterion(loss, weight=lambda output, target: (target != -100).sum())
         outputs = self.assert_step(
-            module, split, lambda module: loss(module(x, scale), target), (x, scale), target, model
+            module,
+            split,
+            lambda module: loss(module(x, scale), target),
+            (x, Whole(scale)),
+            Along(target, 1),
+            model,
         )
         assert_close(outputs.gather(), module(x, scale))
         with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1"):
             TrainStep(
                 model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters())
-            )((x, scale), target)
+            )((x, Whole(scale)), target)
 
     def test_keyword_targets_with_several_outputs(self):
         def loss(one, two, target):
@@ -148,10 +152,11 @@ class TestMicroBatches:
         target = torch.rand(CLASSES, 11)
         criterion = DataParallelCriterion(
             lambda one, two, target: loss(one, two, target.t()),
-            in_dims={"target": 1},
             weight=lambda one, two, target: len(one),
         )
-        self.assert_step(module, criterion, lambda module: loss(*module(x), target.t()), x, target)
+        self.assert_step(
+            module, criterion, lambda module: loss(*module(x), target.t()), x, Along(target, 1)
+        )
 
     def test_rows_that_are_not_tensors(self):
         module = Calls(

@@ -58,7 +58,7 @@ class TestChains:
 
     def test_hidden_states_can_be_unzipped_and_passed_back(self):
         lstm = nn.LSTM(4, 6)
-        model = DataParallelModel(lstm, CPUS, dim=1, in_dims=(1, (1, 1)), out_dims=(1, (1, 1)))
+        model = DataParallelModel(lstm, CPUS, dim=1, out_dims=(1, (1, 1)))
         x = torch.randn(5, 7, 4)
         state = (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6))
         plain = (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6))
@@ -99,18 +99,13 @@ class TestMethods:
         )
         assert call(x).sizes == (3, 2, 2)
 
-    def test_positional_in_dims_do_not_apply_to_methods_and_missing_methods_are_an_error(self):
+    def test_marks_apply_to_methods_and_missing_methods_are_an_error(self):
         module = self.TwoTowers()
         x = torch.randn(7, 4)
         module.scaled = lambda x, scale: module.image(x) * scale.sum()
         scale = torch.rand(3)
         named = DataParallelModel(module, CPUS)
         assert_close(named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale))
-        with pytest.raises(
-            ValueError,
-            match="has positions of arguments of forward, which do not apply to 'scaled'",
-        ):
-            DataParallelModel(module, CPUS, in_dims=(0, None)).call("scaled", x, scale)
         with pytest.raises(
             AttributeError, match="'TwoTowers' object has no attribute 'encode_audio'"
         ):

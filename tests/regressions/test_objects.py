@@ -128,14 +128,13 @@ def test_tensors_of_other_kinds_are_split_or_refused(name):
         model(x)
 
 
-@pytest.mark.parametrize("dims", [0, (0,), ([{"x": 0}] * 3,), {0: 0}, {"input": 0}])
-def test_a_list_of_mappings_is_accepted_with_in_dims(dims):
+def test_a_tuple_of_mappings_is_accepted_where_a_list_may_have_one_for_each_row():
     entries = [{"x": torch.full((5, 2), float(number))} for number in range(3)]
     with pytest.raises(
-        ValueError, match="each entry may be a row, or have all rows; .*give in_dims="
+        ValueError, match="each entry may be a row, or have all rows; .*make it a tuple"
     ):
         DataParallelModel(nn.Identity(), CPUS)(entries)
-    outputs = DataParallelModel(nn.Identity(), CPUS, in_dims=dims)(entries).gather()
+    outputs = DataParallelModel(nn.Identity(), CPUS)(tuple(entries)).gather()
     for output, entry in zip(outputs, entries, strict=True):
         assert_close(output["x"], entry["x"])
 

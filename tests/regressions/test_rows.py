@@ -11,7 +11,16 @@ from helpers.problems import CLASSES, build_net
 from torch import nn
 from torch.utils.data import default_collate
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, Whole, gather
+from balanced_parallel import (
+    Along,
+    DataParallelCriterion,
+    DataParallelModel,
+    Rows,
+    Whole,
+    gather,
+    parallelize,
+    verify,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -26,32 +35,26 @@ class TestOtherDimensions:
         model = DataParallelModel(self.time_major(), CPUS, dim=1)
         with pytest.raises(
             ValueError,
-            match="the rows of the outputs are in dimension 1, expected dim= or in_dims=",
+            match="the rows of the outputs are in dimension 1, expected dim= for those of the targets, or Along",
         ):
             criterion(model(x), target)
 
-    def test_dim_and_in_dims_set_the_dimension_of_the_targets(self):
+    def test_dim_and_marks_set_the_dimension_of_the_targets(self):
         def loss(output, target):
             return F.cross_entropy(output.reshape(-1, CLASSES), target.reshape(-1))
 
         x, target = torch.randn(5, 7, 4), torch.randint(CLASSES, (5, 7))
         target[2:, :3] = -100
         weight = lambda output, target: (target != -100).sum()  # noqa: E731
-        for criterion in (
-            DataParallelCriterion(loss, dim=1, weight=weight),
-            DataParallelCriterion(loss, in_dims=(1, 1), weight=weight),
-            DataParallelCriterion(loss, in_dims={"target": 1}, weight=weight),
-        ):
+        for dim, given in ((1, target), (None, Along(target, 1))):
+            criterion = DataParallelCriterion(loss, dim=dim, weight=weight)
             module = self.time_major()
             model = DataParallelModel(module, CPUS, dim=1)
             assert_equal_program(
-                module, criterion, lambda module: loss(module(x), target), [x], [target], model
+                module, criterion, lambda module: loss(module(x), target), [x], [given], model
             )
 
-    @pytest.mark.parametrize(
-        "in_dims", [(0, 1, None), {"state": 1, "scale": None}, {1: 1, 2: None}]
-    )
-    def test_in_dims_sets_the_dimension_of_each_argument(self, in_dims):
+    def test_marks_set_the_dimension_of_each_argument(self):
         def function(net, x, state, scale):
             return {"y": net(x + state.sum(0)) * scale.sum(), "state": state * 2}
 
@@ -61,16 +64,16 @@ class TestOtherDimensions:
 
         module = Recurrent(None)
         x, state, scale = torch.randn(7, 4), torch.randn(2, 7, 4), torch.rand(5)
-        model = DataParallelModel(module, CPUS, in_dims=in_dims, out_dims={"state": 1})
-        outputs = model(x, state, scale)
+        model = DataParallelModel(module, CPUS, out_dims=(0, 1))
+        outputs = model(x, Along(state, 1), Whole(scale))
         assert [output["state"].shape for output in outputs] == [(2, 3, 4), (2, 2, 4), (2, 2, 4)]
         whole, expected = outputs.gather(), module(x, state, scale)
         torch.testing.assert_close(whole, expected)
         torch.testing.assert_close(gather(outputs["state"]), expected["state"])
-        again = model(x, outputs["state"], scale)  # from step to step, on its devices
+        again = model(x, outputs["state"], Whole(scale))  # from step to step, on its devices
         torch.testing.assert_close(again.gather(), module(x, expected["state"], scale))
 
-    def test_positional_in_dims_apply_to_keyword_arguments(self):
+    def test_marks_apply_to_keyword_arguments(self):
         class Stateful(Calls):
             def forward(self, x, state=None):
                 return self.net(x) if state is None else self.net(x + state.sum(0))
@@ -80,35 +83,25 @@ class TestOtherDimensions:
             torch.randn(2, 4),
             torch.randn(2, 2, 4),
         )  # a wrong dimension would fit
-        model = DataParallelModel(module, CPUS, in_dims={1: 1})
-        torch.testing.assert_close(model(x, state=state).gather(), module(x, state))
+        model = DataParallelModel(module, CPUS)
+        torch.testing.assert_close(model(x, state=Along(state, 1)).gather(), module(x, state))
         torch.testing.assert_close(model(x).gather(), module(x))
 
     def test_invalid_dims_raise_an_error(self):
-        for module, dims, message in (
-            (
-                build_net(),
-                {"in_dims": {"mask": 1}},
-                "dimensions are given for 'mask', expected the name or position of one of input",
-            ),
-            (
-                build_net(),
-                {"in_dims": {3: 1}},
-                "are given for 3, expected the name or position of one of input",
-            ),
-            (
-                build_net(),
-                {"in_dims": (0, 1)},
-                "given for 2 arguments, but 1 were passed by position",
-            ),
-            (
-                Calls(lambda net, x: (net(x), net(x))),
-                {"out_dims": (0,)},
-                "has 2 entries, expected 1, one for each of the dimensions",
-            ),
-        ):
-            with pytest.raises(ValueError, match=message):
-                DataParallelModel(module, CPUS, **dims)(torch.zeros(3, 4))
+        pair = Calls(lambda net, x: (net(x), net(x)))
+        with pytest.raises(ValueError, match="has 2 entries, expected 1, one for each of the dim"):
+            DataParallelModel(pair, CPUS, out_dims=(0,))(torch.zeros(3, 4))
+        with pytest.raises(TypeError, match="in the order of the entries"):
+            DataParallelModel(pair, CPUS, out_dims={"state": 1})
+        with pytest.raises(TypeError, match=r"mark each one, as in \(Along\(h, 1\)"):
+            Along((torch.zeros(3, 4), torch.zeros(3, 4)), 1)
+
+    @pytest.mark.parametrize(
+        "wrap", [DataParallelModel, DataParallelCriterion, parallelize, verify]
+    )
+    def test_the_dimensions_of_all_arguments_are_an_error_that_names_marks(self, wrap):
+        with pytest.raises(TypeError, match=r"'in_dims', expected dim=1 .* Along\(x, 1\)"):
+            wrap(build_net(), in_dims=(0, 1))
 
 
 class TestRowsThatAreNotTensors:
@@ -164,10 +157,8 @@ class TestRowsThatAreNotTensors:
             1,
             1,
         ]  # three rows say it
-        model = DataParallelModel(
-            Calls(lambda net, pair: net(torch.cat(pair, 1))), CPUS, in_dims=(0,)
-        )
-        assert model([torch.zeros(3, 2), torch.ones(3, 2)]).sizes == (1, 1, 1)
+        model = DataParallelModel(Calls(lambda net, pair: net(torch.cat(pair, 1))), CPUS)
+        assert model((torch.zeros(3, 2), torch.ones(3, 2))).sizes == (1, 1, 1)
 
     def test_rows_splits_detection_targets_and_lists_of_lists(self):
         images = [torch.rand(3, height, 5) for height in (4, 5, 6, 7)]

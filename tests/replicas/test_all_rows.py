@@ -1,7 +1,6 @@
 """Statistics of a forward over the rows of all replicas and ranks: losses, gradients and state of the plain program."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ import balanced_parallel
 from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
+    SumOverRows,
     TrainStep,
     gather,
     parallelize,
-    sum_over_rows,
     verify,
 )
 from balanced_parallel.replicas.all_rows import ALL, forward_of, sums_rows
@@ -30,6 +29,7 @@ class Codebook(nn.Module):
 
     def __init__(self, codes=5, size=3):
         super().__init__()
+        self.add = SumOverRows()
         self.register_buffer("codes", torch.randn(codes, size))
         self.register_buffer("counts", torch.ones(codes))
         self.register_buffer("sums", self.codes.clone())
@@ -40,8 +40,8 @@ class Codebook(nn.Module):
         nearest = self.codes[index]
         if self.training:
             with torch.no_grad():
-                self.counts.lerp_(sum_over_rows(chosen.sum(0)), 0.1)
-                self.sums.lerp_(sum_over_rows(chosen.T @ x), 0.1)
+                self.counts.lerp_(self.add(chosen.sum(0)), 0.1)
+                self.sums.lerp_(self.add(chosen.T @ x), 0.1)
                 self.codes.copy_(self.sums / self.counts[:, None])
         return x + (nearest - x).detach()
 
@@ -49,9 +49,13 @@ class Codebook(nn.Module):
 class Centred(nn.Module):
     """Subtracts the mean of all rows, with its gradient."""
 
+    def __init__(self):
+        super().__init__()
+        self.add = SumOverRows()
+
     def forward(self, x):
-        count = sum_over_rows(torch.tensor(len(x)))
-        return x - sum_over_rows(x.sum(0)) / count
+        count = self.add(torch.tensor(len(x)))
+        return x - self.add(x.sum(0)) / count
 
 
 class Experts(nn.Module):
@@ -59,6 +63,7 @@ class Experts(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.add = SumOverRows()
         self.gate = nn.Linear(3, 3)
         self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
         self.register_buffer("load", torch.zeros(3, dtype=torch.long))
@@ -66,8 +71,8 @@ class Experts(nn.Module):
     def forward(self, x):
         shares = self.gate(x).softmax(1)
         index = shares.argmax(1)
-        self.load += sum_over_rows(torch.bincount(index, minlength=3))
-        mean = sum_over_rows(shares.sum(0)) / sum_over_rows(x.new_tensor(len(x)))
+        self.load += self.add(torch.bincount(index, minlength=3))
+        mean = self.add(shares.sum(0)) / self.add(x.new_tensor(len(x)))
         outputs = torch.stack([expert(x) for expert in self.experts], 1)
         return outputs[torch.arange(len(x)), index] * (shares / mean).gather(1, index[:, None])
 
@@ -77,14 +82,15 @@ class Centre(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.add = SumOverRows()
         self.register_buffer("centre", torch.zeros(4))
 
     def forward(self, output, target):
-        count = sum_over_rows(torch.tensor(len(target)))
-        spread = sum_over_rows(output.square().sum()) / count
+        count = self.add(torch.tensor(len(target)))
+        spread = self.add(output.square().sum()) / count
         loss = -((target - self.centre).softmax(1) * (output / (1 + spread)).log_softmax(1)).sum(1)
         with torch.no_grad():
-            self.centre.lerp_(sum_over_rows(target.sum(0)) / count, 0.1)
+            self.centre.lerp_(self.add(target.sum(0)) / count, 0.1)
         return loss.mean()
 
 
@@ -232,7 +238,7 @@ def test_sums_outside_of_a_forward_are_those_of_the_ranks():
 
 def check_outside(rank):
     parallelize(nn.Linear(1, 1), nn.MSELoss())  # makes the process group
-    return float(sum_over_rows(torch.tensor([rank + 1.0], dtype=torch.bfloat16)))
+    return float(SumOverRows()(torch.tensor([rank + 1.0], dtype=torch.bfloat16)))
 
 
 @pytest.mark.parametrize(
@@ -241,21 +247,25 @@ def check_outside(rank):
     ids=str,
 )
 def test_one_device_gets_a_copy(value):
-    total = sum_over_rows(value)
+    total = SumOverRows()(value)
     assert torch.equal(total, value)
     assert total.dtype == value.dtype
     assert total.data_ptr() != value.data_ptr()
 
 
 class Calling(nn.Module):
-    """Returns ``function`` of the rows."""
+    """Returns ``function`` of the rows and of a sum over all of them."""
 
     def __init__(self, function):
         super().__init__()
         self.function = function
+        self.add = SumOverRows()
 
     def forward(self, x):
-        return self.function(x)
+        return self.function(x, self.add)
+
+
+OUTSIDE = SumOverRows()  # no attribute of a module
 
 
 def run(function, rows=7):
@@ -266,7 +276,7 @@ def run(function, rows=7):
 
 def test_halves_are_added_in_float32_and_keep_their_dtype():
     total = run(
-        lambda x: sum_over_rows(torch.full((1,), 100.0 + len(x) % 2).bfloat16()).expand(len(x), 1)
+        lambda x, add: add(torch.full((1,), 100.0 + len(x) % 2).bfloat16()).expand(len(x), 1)
     )
     assert total.dtype == torch.bfloat16
     assert set(total.flatten().tolist()) == {float(torch.tensor(301.0).bfloat16())}
@@ -279,24 +289,19 @@ def test_halves_are_added_in_float32_and_keep_their_dtype():
     ("function", "error", "message"),
     [
         (
-            lambda x: x + sum_over_rows(x.sum()) if 0.0 in x else x,
+            lambda x, add: x + add(x.sum()) if 0.0 in x else x,
             RuntimeError,
-            "without the exchange .* as many calls of sum_over_rows",
+            "without the exchange .* as many calls of SumOverRows",
         ),
         (
-            lambda x: x + sum_over_rows(x)[0],
+            lambda x, add: x + add(x)[0],
             ValueError,
-            r"given \(2, 1\) \(.* and \(3, 1\) \(.*as in sum_over_rows\(x.sum",
+            r"given \(2, 1\) \(.* and \(3, 1\) \(.*as in x.sum\(0\)",
         ),
         (
-            lambda x: checkpoint(lambda y: y - sum_over_rows(y.sum()), x, use_reentrant=False),
+            lambda x, add: checkpoint(lambda y: y - add(y.sum()), x, use_reentrant=False),
             RuntimeError,
             "expected it outside of activation checkpointing",
-        ),
-        (
-            lambda x: getattr(balanced_parallel, "sum_over_" + "rows")(x.sum(0)) + x,
-            RuntimeError,
-            "one after the other, expected the name sum_over_rows in the code",
         ),
     ],
 )
@@ -305,56 +310,91 @@ def test_calls_that_cannot_meet_raise_an_error(function, error, message):
         run(function)
 
 
+def test_a_sum_that_is_no_attribute_of_the_module_raises_an_error():
+    model = DataParallelModel(nn.Sequential(nn.Linear(1, 1), nn.Identity()), CPUS)
+    model.module[1].forward = lambda x: x - OUTSIDE(x.sum(0))
+    with pytest.raises(RuntimeError, match="one after the other, expected a SumOverRows that is"):
+        model(torch.ones(7, 1))
+
+
 def test_a_checkpoint_on_one_device_is_recomputed():
-    run(lambda x: x - sum_over_rows(x.sum()))  # replicas of this process have met
+    module = Centred()
+    DataParallelModel(module, CPUS)(torch.ones(7, 1))  # its replicas have met
     x = torch.ones(3, 1, requires_grad=True)
-    checkpoint(Centred(), x * 2, use_reentrant=False).pow(2).sum().backward()
+    checkpoint(module, x * 2, use_reentrant=False).pow(2).sum().backward()
     assert torch.equal(x.grad, torch.zeros(3, 1))
 
 
-def helper(value):
-    return sum_over_rows(value)
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_reentrant_checkpoint_of_a_replica_raises_an_error():
+    model = DataParallelModel(Reentrant(), CPUS)
+    outputs = model(torch.ones(7, 1, requires_grad=True))
+    with pytest.raises(RuntimeError, match="expected it outside of activation checkpointing"):
+        sum(output.sum() for output in outputs).backward()
 
 
-class Helper:
-    """An object with a method that a forward calls."""
-
-    @staticmethod
-    def total(value):
-        return helper(value)
+class Reentrant(Centred):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: balanced_parallel.sum_over_rows(x.sum(0)).expand(len(x), 1),
-        lambda x: helper(x.sum(0)).expand(len(x), 1),
-        lambda x, total=None: (total or Helper.total)(x.sum(0)).expand(len(x), 1),
-        functools.partial(lambda total, x: total(x.sum(0)).expand(len(x), 1), sum_over_rows),
-        functools.partial(lambda total, x: total.total(x.sum(0)).expand(len(x), 1), Helper()),
-    ],
-)
-def test_calls_are_found_through_functions_and_objects(function):
-    assert run(function).flatten().tolist() == [21.0] * 7
-
-
-def test_code_that_does_not_call_it_is_not_found():
+def test_modules_are_found_by_their_type():
+    assert sums_rows(build("centred"))
     assert not sums_rows(build("tanh"))
     assert not sums_rows(F.mse_loss)
-    assert not sums_rows(nn.TransformerEncoderLayer(4, 2))
+
+
+def centred_error(output, target):
+    mean = OUTSIDE(output.sum(0)) / OUTSIDE(torch.tensor(len(output)))
+    return (output - mean - target).pow(2).mean()
+
+
+def test_a_function_says_that_it_sums_rows(double):
+    net, (x, target) = build("tanh"), batch(7)
+    outputs = DataParallelModel(net, CPUS)(x)
+    expected = centred_error(net(x), target)
+    found = DataParallelCriterion(centred_error, sums_rows=True, weight="rows")(outputs, target)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match=r"or DataParallelCriterion\(function, sums_rows=True\)"):
+        DataParallelCriterion(centred_error)(outputs, target)
+
+
+def check_function_on_ranks(rank):
+    torch.set_default_dtype(torch.float64)
+    x, target = batch(7)
+    mine = slice(0, 3) if rank == 0 else slice(3, 7)
+    model, criterion = parallelize(
+        build("tanh"), DataParallelCriterion(centred_error, sums_rows=True, weight="rows")
+    )
+    found = criterion(model(x[mine]), target[mine])
+    with forward_of(ALL):
+        torch.testing.assert_close(found, centred_error(build("tanh")(x), target))
+    with pytest.raises(RuntimeError, match="by a criterion that was not expected to do so"):
+        DataParallelCriterion(centred_error)(model(x[mine]), target[mine])
+    return True
+
+
+@pytest.mark.timeout(60)
+def test_a_function_on_ranks_says_that_it_sums_rows():
+    assert run_ranks(2, check_function_on_ranks, timeout=30) == [True] * 2
+
+
+def test_the_old_function_says_what_to_write():
+    with pytest.raises(ImportError, match=r"expected SumOverRows: write self.add = SumOverRows"):
+        balanced_parallel.sum_over_rows(torch.ones(1))
 
 
 def test_a_divisor_over_all_rows_is_no_mean_of_a_shard(double):
     def loss(output, target):
-        return (output - target).pow(2).sum() / sum_over_rows(
-            output.new_tensor(output.numel())
-        ).clamp(min=1)
+        count = OUTSIDE(output.new_tensor(output.numel()))
+        return (output - target).pow(2).sum() / count.clamp(min=1)
 
     net, (x, target) = build("tanh"), batch(7)
     outputs = DataParallelModel(net, CPUS)(x)
     with pytest.raises(ValueError, match="is not a function of sums over the rows"):
-        DataParallelCriterion(loss)(outputs, target)
-    found = DataParallelCriterion(loss, reduction="sum")(outputs, target)
+        DataParallelCriterion(loss, sums_rows=True)(outputs, target)
+    found = DataParallelCriterion(loss, reduction="sum", sums_rows=True)(outputs, target)
     torch.testing.assert_close(found, F.mse_loss(net(x), target))
 
 
@@ -369,6 +409,6 @@ def test_verify_names_the_sums_of_micro_batches(double):
     net, (x, target) = build("centred"), batch(7)
     report = verify(net, nn.MSELoss(), x, target, device_ids=CPUS, micro_batch_size=1)
     assert (
-        "sum_over_rows: each micro-batch has sums of its own rows, not of the whole batch"
+        "SumOverRows: each micro-batch has sums of its own rows, not of the whole batch"
         in report.reasons
     )

@@ -322,7 +322,7 @@ def test_rank_without_rows_takes_part_in_a_loop_by_hand(first_is_empty, method):
 
 @on_ranks(2)
 def test_rows_may_lie_in_another_dimension(rank):
-    model = parallelize(nn.GRU(3, 2), in_dims=1, out_dims=(1, 1))
+    model = parallelize(nn.GRU(3, 2), dim=1, out_dims=(1, 1))
     rows = 0 if rank else 4
     output, _ = model(torch.randn(5, rows, 3)).unzip()
     assert output[0].shape == (5, rows, 2)

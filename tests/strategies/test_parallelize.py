@@ -29,6 +29,7 @@ from torch.testing import assert_close
 from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
+    Whole,
     gather,
     parallelize,
     weighted_mean,
@@ -69,13 +70,11 @@ def test_gradients_of_a_method_besides_forward_are_reduced(rank):
     loss.backward()
     expected = gradients(module)
     module.zero_grad(set_to_none=True)
-    model, criterion = parallelize(
-        module, DataParallelCriterion(nn.MSELoss()), in_dims={"scale": None}
-    )
+    model, criterion = parallelize(module, DataParallelCriterion(nn.MSELoss()))
     for _ in range(2):  # the reducer is left as it was
         model.zero_grad(set_to_none=True)
         found = criterion(
-            model.call("encode_image", my_rows(x, rank), scale), my_rows(target, rank)
+            model.call("encode_image", my_rows(x, rank), Whole(scale)), my_rows(target, rank)
         )
         found.backward()
         assert_close(found, loss)

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import balanced_parallel
-from balanced_parallel import DiceLoss
+from balanced_parallel import DiceLoss, TrainStep, parallelize
+from balanced_parallel.batch.rows import Batch
 from balanced_parallel.strategies.ranks import RankModel
 from balanced_parallel.training.optimizers import ParameterUpdate
 from balanced_parallel.training.settings import Settings
@@ -224,3 +225,41 @@ def test_a_failure_of_one_rank_is_told_wherever_it_is_and_the_step_is_repeated(
         2, check_failures, strategy, loss, reproducible, update, error, timeout=200
     )
     assert len(places) > 8
+
+
+def check_failed_plan(rank, strategy):
+    """Rank 1 fails before it has told the number of its micro-batches, in the second of three updates."""
+    torch.manual_seed(0)
+    model, criterion = parallelize(
+        Net(), two_losses, ["cpu"], strategy=strategy, weight={"first": count, "second": count}
+    )
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
+    )
+    losses, errors = [], []
+    for number in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            if number == 1 and rank == 1:
+                patch.setattr(Batch, "plan", fail)
+            if number == 1:
+                with pytest.raises(Exception, match="no plan") as caught:
+                    step(*batch(number, rank))
+                errors.append(type(caught.value).__name__)
+        losses.append(step(*batch(number, rank)))
+    return torch.stack(losses), errors
+
+
+def count(values):
+    return torch.tensor(values.numel())
+
+
+def fail(*arguments):
+    raise ValueError("no plan")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_fails_before_it_has_a_plan_for_a_loss_whose_divisors_are_asked(strategy):
+    (losses, errors), (others, errors_there) = run_ranks(2, check_failed_plan, strategy)
+    assert losses.isfinite().all()
+    assert torch.equal(losses, others)
+    assert (errors, errors_there) == (["ElsewhereFailure"], ["ValueError"])

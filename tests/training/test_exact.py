@@ -21,11 +21,11 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     DiceLoss,
+    SumOverRows,
     TrainStep,
     convert_sync_batchnorm,
     parallelize,
     simulate,
-    sum_over_rows,
 )
 from balanced_parallel.training import exact
 
@@ -359,10 +359,15 @@ def pairs(output, labels):
     return F.cross_entropy(output @ output.t(), torch.arange(len(output)))
 
 
-def centred(output, labels):
-    total = sum_over_rows(output.sum(0))
-    count = sum_over_rows(torch.tensor(float(len(output))))
-    return F.cross_entropy(output - total / count, labels)
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.add = SumOverRows()
+
+    def forward(self, output, labels):
+        total = self.add(output.sum(0))
+        count = self.add(torch.tensor(float(len(output))))
+        return F.cross_entropy(output - total / count, labels)
 
 
 def count_labels(output, labels):
@@ -384,12 +389,12 @@ REFUSED = {
     "all rows": (WHOLE, {"criterion": DataParallelCriterion(pairs, whole=True)}),
     "overlap": (WHOLE, {"criterion": DiceLoss()}),
     "batch norm over replicas": (
-        "with batch norm or sum_over_rows over all rows",
+        "with batch norm or SumOverRows over all rows",
         {"net": convert_sync_batchnorm(norm())},
     ),
     "sums over rows": (
-        "sum_over_rows",
-        {"criterion": DataParallelCriterion(centred, weight=count_labels)},
+        "SumOverRows",
+        {"criterion": DataParallelCriterion(Centered(), weight=count_labels)},
     ),
     "statistics": (
         "with a forward that writes the buffer",

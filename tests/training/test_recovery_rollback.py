@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # documented without a public module
 
 from balanced_parallel import (
+    Along,
     ByCost,
     DataParallelCriterion,
     DataParallelModel,
@@ -63,11 +64,11 @@ class WritesInPlace(nn.Module):
         return inputs.mul_(2) + 0
 
 
-def make_step(layer, *, devices=("cpu",), whole=False, in_dims=None, **settings):
+def make_step(layer, *, devices=("cpu",), whole=False, **settings):
     torch.manual_seed(0)
     net = nn.Sequential(layer, nn.Linear(4, 5), OutOfMemoryOnce()).to(devices[0])
     criterion = DataParallelCriterion(nn.CrossEntropyLoss(), whole=whole)
-    model = DataParallelModel(net, list(devices), in_dims=in_dims)
+    model = DataParallelModel(net, list(devices))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     return TrainStep(model, criterion, optimizer, **{"micro_batch_size": "auto", **settings}), net
 
@@ -102,9 +103,9 @@ CHANGED = (
 )
 
 
-@pytest.mark.parametrize("in_dims", [None, 0])
-def test_a_batch_that_was_changed_in_place_does_not_run_again(in_dims):
-    step, net = make_step(WritesInPlace(), in_dims=in_dims)
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_batch_that_was_changed_in_place_does_not_run_again(is_marked):
+    step, net = make_step(WritesInPlace())
     before = copy.deepcopy(net.state_dict())
     inputs, targets = make_batch()
     net[2].fails = True
@@ -112,7 +113,7 @@ def test_a_batch_that_was_changed_in_place_does_not_run_again(in_dims):
         torch.OutOfMemoryError,
         match=f"{CHANGED}.*clone.*or give a micro_batch_size that fits: no memory",
     ):
-        step(inputs, targets)
+        step(Along(inputs, 0) if is_marked else inputs, targets)
     assert all(map(torch.equal, before.values(), net.state_dict().values()))
     assert step(*make_batch()).isfinite()  # the next batch is another one
 

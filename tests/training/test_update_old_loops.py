@@ -231,9 +231,5 @@ def train_on_rank(rank, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_kept_lines_on_ranks(strategy):
-    """FSDP keeps the gradients of a window where ``zero_grad()`` does not find them, but for torch 2.11."""
-    is_found = strategy == "ddp" or torch.__version__ < (2, 12)
     for errors in run_ranks(2, train_on_rank, strategy):
-        assert ["was cleared or changed before apply" in error for error in errors] == [
-            True
-        ] * is_found
+        assert ["was cleared or changed before apply" in error for error in errors] == [True]

@@ -1,0 +1,212 @@
+"""Losses that a model computes itself, in its forward, as models of transformers do.
+
+::
+
+    criterion = DataParallelCriterion(lambda output: output.loss)
+    loss = criterion(model(tokens, labels=labels))
+
+The sums of the loss are noted in the forward of each replica, where they are computed, and the
+criterion goes on from there. The first forward by hand runs again for that, since nothing tells
+before the criterion that its output has a loss.
+
+The rows of such a loss may depend on each other too. So the sums of some rows together are compared
+with those of each row alone.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import containers
+from ..batch.outputs import PerReplica
+from ..batch.rows import (
+    Arguments,
+    ParallelModel,
+    count_rows,
+    has_number,
+    map_marked,
+    take,
+)
+from ..replicas.batchnorm import meets_others
+from ..replicas.replicas import without_trace
+from ..runtime.row_random import Draw, Forward, UpdateRandom, find_draws
+from .formula import SumNotes
+
+
+class NotedOutput(NamedTuple):
+    """The output of a model, with the sums that it has computed, which a strategy watches too."""
+
+    output: Any
+    sums: Sequence[Tensor]
+    notes: "_Notes"
+
+
+class _Notes(containers.Leaf):
+    def __init__(self, notes: SumNotes, output: object) -> None:
+        self.notes = notes
+        self.output = output  # It is not watched.
+
+
+class ForwardNotes:
+    """Notes the sums in the forwards of a model.
+
+    It stops if there are none in the first forward: of a step, or one that returns a number, such
+    as a temperature.
+    """
+
+    def __init__(self, *, is_of_step: bool = False) -> None:
+        self._is_of_step = is_of_step
+        self._has_sums = False
+        self._has_stopped = False
+
+    def call(
+        self,
+        module: nn.Module,
+        function: Callable[..., object],
+        /,
+        *inputs: object,
+        **kwargs: object,
+    ) -> object:
+        """Calls a function of a module. Returns its output with the notes."""
+        if self._has_stopped:
+            return function(*inputs, **kwargs)
+        notes = SumNotes().of_batch((inputs, kwargs), None)
+        notes.of_model(module.parameters()).of_constants([*module.buffers()])
+        with notes:
+            output = function(*inputs, **kwargs)
+        self._has_sums = self._has_sums or bool(notes.statistics)
+        may_stop = self._is_of_step or has_number(output)
+        self._has_stopped = may_stop and not self._has_sums
+        return NotedOutput(output, notes.sums(), _Notes(notes, output))
+
+    def open(self, output: object) -> tuple[object, SumNotes | None]:
+        """Returns the output of :meth:`call`, and the notes. They are None for another output."""
+        if not isinstance(output, NotedOutput):
+            return output, None
+        noted = output.notes
+        before = containers.tensors_in(noted.output)
+        noted.notes.replace(output.sums, before, containers.tensors_in(output.output))
+        return output.output, noted.notes
+
+
+def note_again(outputs: PerReplica) -> None:
+    """Runs the forward by hand of outputs again, with notes, if it had none.
+
+    Later forwards of the model are noted at once. All ranks call this.
+    """
+    model: ParallelModel | None = outputs.model_of()
+    for number, forward in enumerate(model.latest if model else ()):
+        if model and forward.outputs() is outputs and forward.noting is None:
+            model.note(ForwardNotes())
+            with without_trace(model.module, model.devices):
+                model.run_again(number, outputs)
+
+
+class RowsOfForward(NamedTuple):
+    """Two rows of the arguments of a forward, the first and the last one."""
+
+    method: str | None
+    arguments: Arguments  # They are marked, and on the host.
+    dim: int
+    rows: int  # The number of rows in the forward.
+
+
+def take_rows(outputs: PerReplica, arguments: Arguments | None) -> RowsOfForward | None:
+    """Returns two rows of a forward, from its marked arguments.
+
+    ``None`` are those of the latest one by hand.
+    """
+    model: ParallelModel | None = outputs.model_of()
+    if model is None or meets_others(model):
+        return None
+    method = None
+    if arguments is None:
+        if not model.latest:
+            return None
+        method, arguments, *_ = model.latest[-1]
+    arguments = containers.map_leaves(functools.partial(_whole, model.devices[0]), arguments)
+    rows = count_rows(arguments, model.dim)
+    if not rows:
+        return None
+    two = take(arguments, [0, rows - 1], model.dim)
+    return RowsOfForward(
+        method, map_marked(_on_host, two), model.dim, max(filter(None, outputs.sizes))
+    )
+
+
+@torch.no_grad()
+def run_rows(
+    model: ParallelModel, sample: RowsOfForward, most: int, most_bytes: int
+) -> Iterator[PerReplica]:
+    """Yields the outputs of the first row, of the last, and of ``most`` of them, half and half.
+
+    These are fewer if they have more bytes, but as many as those of the forward. All ranks call
+    this.
+    """
+
+    def run(rows: Sequence[int], drawing: Callable[[], AbstractContextManager[None]]) -> PerReplica:
+        arguments = take(sample.arguments, [row % 2 for row in rows], sample.dim)
+        with without_trace(model.module, model.devices), drawing():
+            return model.run_alone(sample.method, arguments, len(rows))
+
+    size = sum(tensor.nbytes for tensor in containers.tensors_in(run([0], nullcontext)[0]))
+    if size * most > most_bytes:
+        most = min(most, max(sample.rows, 2))
+    update = UpdateRandom(seed=0)  # Each row draws the same numbers alone and beside others.
+    try:
+        draws = _find_draws(run, update, model.devices[0])
+        for rows in [0], [1], [0, 1] * (most // 2):
+            drawing: Callable[[], AbstractContextManager[None]] = nullcontext
+            if draws:
+                drawing = Forward(update, rows, model.devices[0], draws, {}).drawing
+            yield run(rows, drawing)
+    finally:
+        update.end()
+
+
+def _find_draws(
+    run: Callable[..., object], update: UpdateRandom, device: torch.device
+) -> Sequence[Draw]:
+    """Returns the draws of random numbers in a forward. There are none if they cannot follow rows."""
+    try:
+        two, three = (Forward(update, range(count), device, None, {}) for count in (2, 3))
+        run(range(2), two.drawing)
+        if len(two.drawn) == 1:  # The last one is the end.
+            return ()
+        run(range(3), three.drawing)
+        return find_draws(two, three)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - an operator may draw numbers that cannot follow the rows
+        return ()
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module, *, layers: bool) -> Iterator[None]:
+    """Sets a module to evaluation mode in the block, or its dropout and batch norm alone."""
+    modes = [(part, part.training) for part in module.modules()]
+    for part, _ in modes:
+        if not layers or any(name in type(part).__name__ for name in _LAYERS):
+            nn.Module.train(part, False)
+    try:
+        yield
+    finally:
+        for part, mode in modes:  # The parts of each follow it.
+            nn.Module.train(part, mode)
+
+
+def _whole(device: torch.device, leaf: object) -> object:
+    return leaf.on(device) if isinstance(leaf, PerReplica) else leaf
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
+# Parts of the names of classes, also of those of other libraries.
+_LAYERS = "Drop", "BatchNorm"

@@ -1,0 +1,373 @@
+"""Losses that a model computes itself: exact in a plain loop and in a step, without ``weight=``, or refused."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import assert_same_gradients, gradients
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    gather,
+    parallelize,
+    simulate,
+)
+from balanced_parallel.loss.means import UnknownMeanError
+
+pytestmark = pytest.mark.usefixtures("double")
+
+WORDS, WIDTH = 11, 8
+
+
+@dataclasses.dataclass
+class Output:
+    """The output of a language model, with the loss if it had labels."""
+
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
+class Language(nn.Module):
+    """A model that computes its loss, as those of transformers do."""
+
+    def __init__(self, more="nothing"):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if more == "batch norm" else nn.Identity()
+        self.drop = nn.Dropout(0.1 if more == "dropout" else 0.0)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.more = more
+        self.forwards = 0
+
+    def forward(self, tokens, labels=None):
+        self.forwards += 1
+        hidden = self.drop(self.norm(self.embed(tokens).transpose(1, 2)).transpose(1, 2))
+        logits = self.head(hidden)
+        if labels is None:
+            return Output(None, logits)
+        return Output(self.loss_of(hidden, logits, labels), logits)
+
+    def loss_of(self, hidden, logits, labels):
+        if self.more == "sum":
+            kept = (labels != -100).to(logits.dtype)
+            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            return (losses * kept.flatten()).sum() / kept.sum().clamp(min=1)
+        if self.more == "detector" and not self.training:
+            return None
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if self.more == "root":
+            loss = loss + hidden.square().mean().sqrt()
+        if self.more == "penalty":
+            loss = loss + 0.1 * self.head.weight.square().sum()
+        if self.more == "contrastive":
+            pooled = hidden.mean(1)
+            loss = loss + F.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)))
+        if self.more == "hardest":
+            loss = loss + logits.square().mean((1, 2)).topk(min(4, len(logits))).values.mean()
+        return loss
+
+
+def loss_inside(output):
+    return output.loss
+
+
+def problem(more):
+    torch.manual_seed(0)
+    tokens, labels = torch.randint(WORDS, (2, 7, 5)).unbind()
+    labels[:3, :4] = -100
+    labels[5] = -100
+    return Language(more), tokens, labels
+
+
+def expected_of(more, updates=3):
+    """Returns the losses of the plain program, and its parameters after some updates."""
+    net, tokens, labels = problem(more)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for _ in range(updates):
+        optimizer.zero_grad()
+        loss = net(tokens, labels).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [parameter.detach() for parameter in net.parameters()]
+
+
+def train(model, criterion, optimizer, inputs, way, updates=3):
+    """Returns the losses of some updates: by hand, or of a step with micro-batches of so many rows."""
+    if way != "by hand":
+        step = TrainStep(model, criterion, optimizer, micro_batch_size=way)
+        return [step(inputs).item() for _ in range(updates)]
+    losses = []
+    for _ in range(updates):
+        optimizer.zero_grad()
+        loss = criterion(model(*inputs))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+EXACT = ["nothing", "sum", "root", "penalty", "detector"]
+WAYS = ["by hand", None, 1, 3]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("more", EXACT)
+@pytest.mark.parametrize("devices", [3, 8, None])
+def test_the_loss_of_a_model_is_exact(more, way, devices):
+    losses, parameters = expected_of(more)
+    net, *inputs = problem(more)
+    with simulate(3) as simulated:
+        cpus = None if devices is None else ["cpu"] * devices
+        model = DataParallelModel(net, cpus or [*map(str, simulated.devices)])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        criterion = DataParallelCriterion(loss_inside)
+        assert train(model, criterion, optimizer, tuple(inputs), way) == pytest.approx(losses)
+        for found, expected in zip(net.parameters(), parameters, strict=True):
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("more", ["contrastive", "hardest"])
+@pytest.mark.parametrize("devices", [2, 7])
+def test_a_loss_whose_rows_depend_on_each_other_is_refused(more, way, devices):
+    net, *inputs = problem(more)
+    model = DataParallelModel(net, ["cpu"] * devices)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(UnknownMeanError, match="add up|not a function of sums"):
+        train(model, DataParallelCriterion(loss_inside), optimizer, tuple(inputs), way)
+
+
+def updates_on_ranks(rank, more, sizes, way, strategy):
+    torch.set_default_dtype(torch.float64)
+    net, *inputs = problem(more)
+    model, criterion = parallelize(net, loss_inside, ["cpu"], strategy=strategy)
+    rows = tuple(tensor.split(sizes)[rank] for tensor in inputs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = train(model, criterion, optimizer, rows, way)
+    whole = [getattr(each, "full_tensor", each.detach)() for each in model.parameters()]
+    return losses, [each.detach() for each in whole]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["by hand", None, 1])
+@pytest.mark.parametrize("sizes", [(4, 3), (1, 6), (7, 0)])
+@pytest.mark.parametrize("more", ["nothing", "sum", "root"])
+def test_the_loss_of_a_model_is_exact_on_ranks(more, sizes, way, strategy):
+    losses, parameters = expected_of(more)
+    for found, whole in run_ranks(2, updates_on_ranks, more, sizes, way, strategy):
+        assert found == pytest.approx(losses)
+        for parameter, expected in zip(whole, parameters, strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-10)
+
+
+def refusal_on_ranks(rank, more, sizes, way, strategy):
+    with pytest.raises(UnknownMeanError) as caught:
+        updates_on_ranks(rank, more, sizes, way, strategy)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["by hand", None])
+@pytest.mark.parametrize("sizes", [(4, 3), (7, 0)])
+def test_a_contrastive_loss_of_a_model_is_refused_on_ranks(sizes, way, strategy):
+    for text in run_ranks(2, refusal_on_ranks, "contrastive", sizes, way, strategy):
+        assert "does not add up over the rows" in text
+
+
+def test_the_first_forward_by_hand_runs_again_and_leaves_no_trace():
+    plain, *inputs = problem("batch norm")
+    net = copy.deepcopy(plain)
+    plain(*inputs)
+    model, criterion = DataParallelModel(net, ["cpu"]), DataParallelCriterion(loss_inside)
+    random = torch.get_rng_state()
+    criterion(model(*inputs))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert net.forwards == 2
+    torch.testing.assert_close(net.norm.running_mean, plain.norm.running_mean)
+    assert net.norm.num_batches_tracked == 1
+    criterion(model(*inputs))
+    assert net.forwards == 3
+
+
+def test_dropout_and_batch_norm_are_not_taken_for_rows_that_depend_on_each_other():
+    for more in ("dropout", "batch norm"):
+        net, *inputs = problem(more)
+        model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
+        criterion(model(*inputs)).backward()
+        assert all(module.training for module in net.modules())
+
+
+def test_an_evaluation_without_a_graph_has_the_loss_of_all_rows():
+    losses, _ = expected_of("nothing", updates=1)
+    net, *inputs = problem("nothing")
+    model, criterion = (
+        DataParallelModel(net.eval(), ["cpu"] * 3),
+        DataParallelCriterion(loss_inside),
+    )
+    with torch.no_grad():
+        assert [criterion(model(*inputs)).item() for _ in range(2)] == pytest.approx(losses * 2)
+
+
+def test_outputs_of_one_forward_may_be_used_twice():
+    losses, _ = expected_of("root", updates=1)
+    net, *inputs = problem("root")
+    model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(loss_inside)
+    criterion(model(*inputs))
+    outputs = model(*inputs)
+    assert [criterion(outputs).item() for _ in range(2)] == pytest.approx(losses * 2)
+    assert criterion(outputs.map(lambda output: output)).item() == pytest.approx(losses[0])
+    assert pickle.loads(pickle.dumps(outputs.map(lambda output: output.logits.detach()))).sizes == (
+        outputs.sizes
+    )
+
+
+def test_two_forwards_come_before_the_first_loss():
+    net, *inputs = problem("root")
+    others = [inputs[0].flip(0), inputs[1].roll(1, 0)]
+    expected = net(*inputs).loss + net(*others).loss ** 2
+    expected.backward()
+    gradients_of_both = gradients(net)
+    for _ in range(2):
+        net.zero_grad()
+        model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(loss_inside)
+        first, second = model(*inputs), model(*others)
+        loss = criterion(first) + criterion(second) ** 2
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        assert_same_gradients(gradients(net), gradients_of_both)
+
+
+def test_outputs_are_those_of_the_forward_that_the_loss_is_of():
+    net, *inputs = problem("dropout")
+    model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
+    outputs = model(*inputs)
+    losses = [criterion(outputs).item() for _ in range(2)]
+    assert net.forwards == 2 + 2 * 5  # Each loss is compared with that of rows alone.
+    logits, labels = outputs.logits.gather(), inputs[1]
+    assert losses == pytest.approx(
+        [F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()] * 2
+    )
+
+
+def test_a_function_of_the_loss_inside_is_exact():
+    net, *inputs = problem("nothing")
+    loss = net(*inputs).loss.exp()
+    loss.backward()
+    expected = gradients(net)
+    net.zero_grad()
+    model = DataParallelModel(net, ["cpu"] * 3)
+    criterion = DataParallelCriterion(lambda output: output.loss.exp())
+    found = criterion(model(*inputs))
+    found.backward()
+    torch.testing.assert_close(found, loss)
+    assert_same_gradients(gradients(net), expected)
+
+
+class Denoiser(nn.Module):
+    """A model that draws random numbers for each row, and computes its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        share = torch.randint(10, (len(inputs), 1)) / 10
+        noise = torch.randn_like(inputs)
+        return F.mse_loss(self.layer(inputs * (1 - share) + noise * share), noise)
+
+
+class Contrast(Denoiser):
+    """A model that compares two random views of all rows."""
+
+    def forward(self, inputs):
+        first, second = (self.layer(inputs + torch.randn_like(inputs)) for _ in range(2))
+        return F.cross_entropy(first @ second.T, torch.arange(len(inputs)))
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_model_that_draws_random_numbers_has_a_loss_of_its_rows(size):
+    net, inputs = Denoiser(), torch.randn(7, 4)
+    losses = []
+    for devices, rows in ((1, None), (3, size)):
+        copied = copy.deepcopy(net)
+        torch.manual_seed(0)
+        step = TrainStep(
+            DataParallelModel(copied, ["cpu"] * devices),
+            DataParallelCriterion(lambda loss: loss),
+            torch.optim.SGD(copied.parameters(), lr=0.1),
+            micro_batch_size=rows,
+            reproducible=True,
+        )
+        losses.append([step(inputs).item() for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1])
+
+
+def test_a_contrastive_loss_of_random_views_is_refused():
+    model = DataParallelModel(Contrast(), ["cpu"] * 2)
+    with pytest.raises(UnknownMeanError, match="does not add up over the rows"):
+        DataParallelCriterion(lambda loss: loss)(model(torch.randn(7, 4)))
+
+
+class Temperature(nn.Module):
+    """A model whose output has a number that is no loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.forwards = 0
+
+    def forward(self, inputs):
+        self.forwards += 1
+        return self.layer(inputs), self.scale.exp()
+
+
+def test_a_model_without_a_loss_is_not_noted_for_long():
+    net, inputs = Temperature(), torch.randn(7, 4)
+    expected = (net(inputs)[0] * net.scale.exp()).square().mean()
+    model = DataParallelModel(net, ["cpu"])
+    criterion = DataParallelCriterion(lambda output, scale: (output * scale).square().mean())
+    net.forwards = 0
+    for forwards in (2, 3, 4):
+        torch.testing.assert_close(criterion(model(inputs)), expected)
+        assert net.forwards == forwards
+    assert not any(model(inputs).notes)
+
+
+def test_outputs_do_not_keep_the_batch():
+    net, tokens, _ = problem("nothing")
+    model = DataParallelModel(net, ["cpu"] * 2)
+    with torch.no_grad():
+        outputs = [model(tokens).logits for _ in range(2)]
+    assert not model.latest
+    assert gather(outputs[0]).shape == (7, 5, WORDS)
+
+
+def test_the_loss_of_a_compiled_model_is_refused():
+    net, *inputs = problem("nothing")
+    model = DataParallelModel(net, ["cpu"] * 2)
+    model.compile(backend="eager")
+    step = TrainStep(
+        model,
+        DataParallelCriterion(loss_inside),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
+    with pytest.raises(UnknownMeanError, match="without torch.compile"):
+        step(tuple(inputs))
+
+
+def test_targets_beside_a_loss_of_the_model_are_refused():
+    net, *inputs = problem("nothing")
+    outputs = DataParallelModel(net, ["cpu"] * 2)(*inputs)
+    criterion = DataParallelCriterion(lambda output, labels: output.loss)
+    with pytest.raises(UnknownMeanError, match="a criterion of the output alone"):
+        criterion(outputs, inputs[1])
