@@ -6,10 +6,12 @@ import itertools
 import pytest
 import torch
 from helpers.by_row import Dropping, drawing_by_row
+from helpers.optimizers import sgd
 from helpers.problems import (
     BODIES,
     LOSSES,
     OnTop,
+    assert_equal,
     assert_exact,
     assert_same_gradients,
     gradients,
@@ -35,7 +37,9 @@ ROWS = [1, 2, 7, 9, 12]
 @pytest.mark.parametrize("name", LOSSES)
 def test_three_replicas_equal_the_plain_program(name, rows):
     make_criterion, kind = LOSSES[name]
-    module, criterion, inputs = OnTop(name), make_criterion(), torch.randn(rows, 4)
+    module = OnTop(name)
+    criterion = make_criterion()
+    inputs = torch.randn(rows, 4)
     for ignored in (
         [0, rows // 2, -(-rows // 3), rows] if kind == "classes" else [0]
     ):  # among them a whole shard, and all
@@ -51,7 +55,9 @@ CUTS = list(itertools.product(ROWS, [None, 1, 2]))
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_equal_the_plain_program(name, rows, micro_batch_size):
     make_criterion, kind = LOSSES[name]
-    module, criterion, inputs = OnTop(name), make_criterion(), torch.randn(rows, 4)
+    module = OnTop(name)
+    criterion = make_criterion()
+    inputs = torch.randn(rows, 4)
     targets = make_targets(kind, rows, rows // 2)
     loss, expected = plain_program(module, criterion, inputs, targets)
     parameters = [
@@ -65,12 +71,10 @@ def test_micro_batches_equal_the_plain_program(name, rows, micro_batch_size):
         micro_batch_size=micro_batch_size,
     )
     before = [parameter.detach().clone() for parameter in parameters]
-    torch.testing.assert_close(step(inputs, targets), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(step(inputs, targets), loss)
     assert_same_gradients(gradients(module, criterion), expected)
     for parameter, old, gradient in zip(parameters, before, expected, strict=True):
-        torch.testing.assert_close(
-            parameter, old if gradient is None else old - 0.1 * gradient, rtol=1e-10, atol=1e-10
-        )
+        assert_equal(parameter, old if gradient is None else old - 0.1 * gradient)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +86,9 @@ class Case:
     ignored: float
     devices: int
     micro_batch_size: int | None
-    windows: list[list[int]]  # for each rank, the rows of what it adds, one after the other
-    whole: bool  # whether each rank passes all of its rows to step(...) instead
-    dropout: bool = False  # with random numbers that follow the rows
+    windows: list[list[int]]  # Each rank has a list: the rows of what it adds.
+    whole: bool  # True if each rank passes all of its rows to step(...) instead.
+    dropout: bool = False  # Random numbers follow the rows.
 
 
 @st.composite
@@ -112,12 +116,15 @@ def check_case(rank, case):
     rows = sum(map(sum, case.windows))
     inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
     targets = make_targets(kind, rows, int(case.ignored * rows))
-    plain, module = OnTop(case.loss, case.body), OnTop(case.loss, case.body)
-    plain_criterion, criterion = make_criterion(), make_criterion()
+    plain = OnTop(case.loss, case.body)
+    module = OnTop(case.loss, case.body)
+    plain_criterion = make_criterion()
+    criterion = make_criterion()
     if not case.dropout:
         loss, expected = plain_program(plain, plain_criterion, inputs, targets)
     else:
-        plain, module = Dropping(plain), Dropping(module)
+        plain = Dropping(plain)
+        module = Dropping(module)
         seed = int(
             torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(7))
         )
@@ -126,7 +133,7 @@ def check_case(rank, case):
         torch.manual_seed(7 + rank)  # the first rank's seed is that of all
 
     model, parallel = parallelize(module, criterion, ["cpu"] * case.devices)
-    optimizer = torch.optim.SGD([*module.parameters(), *parallel.parameters()], lr=0.0)
+    optimizer = sgd(module, parallel, lr=0.0)
     step = TrainStep(
         model,
         parallel,
@@ -147,7 +154,7 @@ def check_case(rank, case):
             )
             start += size
         found = step.apply()
-    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    assert_equal(found, loss)
     assert_same_gradients(without_zeros(gradients(module, criterion)), without_zeros(expected))
     return len(expected)
 

@@ -26,7 +26,7 @@ WITHOUT = (
     "the process that traced the step ended without a result",
     "…: …; a plan needs",
 )
-# Those of a GPU that is not known, and of a trace, whose first sentence is that of the program.
+# Errors of a GPU that is not known, and of a trace, whose first sentence is that of the program.
 LONGER = ("device_kind=…", "the allocator of … devices is not known", "…: …. Before it")
 
 

@@ -55,7 +55,8 @@ class Form(NamedTuple):
 
 def measure(source, place=""):
     """Returns the form of a source. Its ``place`` stands before line numbers."""
-    tree, tokens = ast.parse(source), list(tokenize.generate_tokens(io.StringIO(source).readline))
+    tree = ast.parse(source)
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     code = code_tokens(tokens, docstring_lines(tree))
     comments = first_lines_of_comments(tokens)
     return Form(

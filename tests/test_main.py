@@ -58,7 +58,8 @@ def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
     ]
     assert main(["estimate", *flags, "--json", "--micro-batch-size", "4"]) == 0
     found = json.loads(capsys.readouterr().out)
-    inputs, targets = torch.empty(8, 4), torch.zeros(8, dtype=torch.int64)
+    inputs = torch.empty(8, 4)
+    targets = torch.zeros(8, dtype=torch.int64)
     settings = {
         "optimizer": torch.optim.SGD,
         "precision": "bf16",

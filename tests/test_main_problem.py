@@ -41,10 +41,8 @@ def test_files_import_their_neighbours(tmp_path):
 
 
 def test_marked_inputs_and_lists_get_the_rows():
-    images, sizes = (
-        Rows([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)]),
-        torch.tensor([[8, 8], [9, 9]]),
-    )
+    images = Rows([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)])
+    sizes = torch.tensor([[8, 8], [9, 9]])
     problem = Problem(
         nn.Flatten(),
         nn.MSELoss(),

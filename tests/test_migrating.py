@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.pages import PAGES, ROOT, blocks
-from helpers.problems import assert_same_gradients, gradients
+from helpers.problems import assert_equal, assert_same_gradients, gradients
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 PAGE = "docs/recipes/dataparallel.md"
 LOOPS = "tests/migrating_loops.md"
@@ -89,7 +90,8 @@ def classes(page):
     return F.cross_entropy(page.net(page.inputs), page.targets)
 
 
-PROGRAMS = {  # of each section: the loss of the plain program, a function of the names of the page
+# Each section has the loss of the plain program, a function of the names of the page.
+PROGRAMS = {
     PAGE: {
         "The finished program": classes,
         "Several outputs, several losses": several_outputs,
@@ -151,9 +153,7 @@ def test_snippets_equal_the_plain_program(page, title):
     loss.backward()
     exec(compile(program, f"{page}: {title}", "exec"), names)
     tolerance = TOLERANCES.get(title, 1e-10)
-    torch.testing.assert_close(
-        names["loss"].detach(), loss.detach(), rtol=tolerance, atol=tolerance
-    )
+    assert_close(names["loss"], loss, rtol=tolerance, atol=tolerance)
     used = re.findall(r"\w+", program)
     modules = [
         name for name, value in data.items() if isinstance(value, nn.Module) and name in used
@@ -177,7 +177,7 @@ def test_the_difference_of_the_page_keeps_loss_accuracy_and_gradients():
             names,
         )
         found[sign] = names
-    torch.testing.assert_close(found["+"]["loss"], found["-"]["loss"], rtol=1e-10, atol=1e-10)
+    assert_equal(found["+"]["loss"], found["-"]["loss"])
     assert found["+"]["accuracy"] == found["-"]["accuracy"]
     assert_same_gradients(gradients(found["+"]["net"]), gradients(found["-"]["net"]))
 
@@ -202,4 +202,4 @@ def test_the_loop_of_a_step_trains_as_the_loop_with_accumulation():
         weights.append(names["net"].state_dict())
         assert names["scheduler"].last_epoch == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
-    torch.testing.assert_close(*weights, rtol=1e-10, atol=1e-10)
+    assert_equal(*weights)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 from torch import nn
@@ -54,10 +55,11 @@ def count(update):
 
 
 def make_update(model, criterion, micro_batches):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=1.0)
     rows = 2 * micro_batches * len(model.devices)
-    inputs, targets = torch.randn(rows, 4), torch.randint(5, (rows,))
+    inputs = torch.randn(rows, 4)
+    targets = torch.randint(5, (rows,))
     return lambda: step(inputs, targets)
 
 

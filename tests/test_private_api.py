@@ -44,9 +44,7 @@ EXCUSES = {  # private names of other objects, with the reason
         "_ddp_kwargs": "arguments of DDPStrategy, which subclasses read",
         "_should_accumulate": "tells the last batch of a window, also at the end of an epoch",
     },
-    "integrations/transformers.py": {
-        "_n_gpu": "TrainingArguments have no public setter",
-    },
+    "integrations/transformers.py": {"_n_gpu": "TrainingArguments have no public setter"},
     "strategies/fsdp.py": {"_no_split_modules": "the blocks of a model of transformers"},
     "training/checkpoint.py": {"_exit": "a public function of os"},
 }
@@ -70,43 +68,50 @@ def defined_names(source):
     return {name for name in names if isinstance(name, str) and _is_private(name)} | OF_NAMED_TUPLES
 
 
-def private_names(source, defined):
-    """Returns the private names of torch that a source uses, and those of other objects that are not among the ``defined`` ones.
-
-    A name of torch may be an attribute of ``self`` if the same source defines it.
-    """
-    tree, here = ast.parse(source), defined_names(source)
+def imported_names(tree):
+    """Returns the names that stand for torch or a part of it, and the private names that are imported from there."""
+    private = set()
+    torch_names = {"torch"}
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    names, torch_names = set(), {"torch"}
     for node in imports:
         module = (getattr(node, "module", None) or "").split(".")
         for alias in node.names:
             parts = [*module, *alias.name.split(".")]
             if next(filter(None, parts)) == "torch" and not getattr(node, "level", 0):
                 torch_names.add((alias.asname or alias.name).split(".")[0])
-                names |= {part for part in parts if _is_private(part)}
+                private |= set(filter(_is_private, parts))
+    return torch_names, private
+
+
+def strings_of(node):
+    """Returns the nodes of strings that may be names of attributes."""
+    if isinstance(node, ast.Call) and READS_ATTRIBUTES.search(ast.unparse(node.func)):
+        return node.args
+    return {ast.Subscript: lambda: [node.slice], ast.Compare: lambda: [node.left]}.get(
+        type(node), list
+    )()
+
+
+def private_names(source, defined):
+    """Returns the private names of torch that a source uses, and those of other objects that are not among the ``defined`` ones.
+
+    A name of torch may be an attribute of ``self`` if the same source defines it.
+    """
+    tree = ast.parse(source)
+    here = defined_names(source)
+    torch_names, names = imported_names(tree)
     for node in ast.walk(tree):
-        strings = []
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            of_torch = node.attr in PRIVATE and not (
-                getattr(node.value, "id", "") in ("self", "cls") and node.attr in here
-            )
+            is_own = getattr(node.value, "id", "") in ("self", "cls") and node.attr in here
+            of_torch = node.attr in PRIVATE and not is_own
             if of_torch or _root(node) in torch_names or node.attr not in defined:
                 names.add(node.attr)
-        elif (
-            isinstance(node, ast.Constant) and str(node.value).rstrip(".") in PRIVATE
-        ):  # state["_modules"], "_orig_mod."
+        # Such as state["_modules"] and "_orig_mod."
+        if isinstance(node, ast.Constant) and str(node.value).rstrip(".") in PRIVATE:
             names.add(node.value)
-        elif isinstance(node, ast.Call) and READS_ATTRIBUTES.search(ast.unparse(node.func)):
-            strings = node.args
-        elif isinstance(node, ast.Subscript):
-            strings = [node.slice]
-        elif isinstance(node, ast.Compare):
-            strings = [node.left]
-        values = {str(string.value) for string in strings if isinstance(string, ast.Constant)}
-        names |= {
-            name for name in values if re.fullmatch(r"_[A-Za-z]\w*", name) and name not in defined
-        }
+        values = [each.value for each in strings_of(node) if isinstance(each, ast.Constant)]
+        found = {str(value) for value in values if re.fullmatch(r"_[A-Za-z]\w*", str(value))}
+        names |= found - defined
     return names
 
 

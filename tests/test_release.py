@@ -39,7 +39,8 @@ def call(*command, **settings):
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The folder of a wheel and an sdist, made from a copy of the committed and the new files."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    source = tmp_path_factory.mktemp("source")
+    out = tmp_path_factory.mktemp("dist")
     files = call(
         "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
     ).splitlines()

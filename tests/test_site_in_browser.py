@@ -104,7 +104,8 @@ def test_pictures_of_tables_show_all_of_their_columns(site, browser, width):
         path.relative_to(site[0]).as_posix()
         for path in [*site[0].glob("docs/*.html"), *site[0].glob("docs/recipes/*.html")]
     }
-    pictures, cut = 0, set()
+    pictures = 0
+    cut = set()
     for page in ["README.html", *sorted(pages)]:
         browser.get(f"{site[1]}/{page}")
         cut |= {page} if browser.execute_script(CUT) else set()

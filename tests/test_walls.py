@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "integrations": {"strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
 }
 TORCH_ONLY = [Path("loss/rules.py")]
-OTHER_TESTS = {"gpu", "helpers", "regressions"}  # their files are not named after modules
+OTHER_TESTS = {"gpu", "helpers", "regressions"}  # Their files have other names than modules.
 
 
 def imported_modules(source, package):
@@ -208,7 +208,7 @@ def test_test_files_are_named_after_modules():
         if tested is not None and folder.name not in OTHER_TESTS:
             modules = {
                 path.stem for path in tested.rglob("*")
-            }  # also those of native/ and the folders of benchmarks
+            }  # There are native/ and the folders of benchmarks.
             assert not misnamed([path.stem for path in folder.glob("test_*.py")], modules), folder
         else:
             assert not folder.is_dir() or folder.name in {*OTHER_TESTS, "__pycache__"}, (
@@ -222,10 +222,7 @@ def test_test_files_are_named_after_modules():
 def test_misnamed_test_files_are_found():
     assert misnamed(
         ["test_bucket", "test_bucket_streams", "test_buckets", "test_ranks"], {"bucket"}
-    ) == [
-        "test_buckets",
-        "test_ranks",
-    ]
+    ) == ["test_buckets", "test_ranks"]
 
 
 def test_test_files_are_short():
@@ -401,12 +398,13 @@ def test_names_of_classes_and_types_have_one_owner():
                 else [each.id for each in targets if isinstance(each, ast.Name)]
             )
             for name in names:
-                if name[0].isupper() and len(name) > 1:  # not a type variable
+                if name[0].isupper() and len(name) > 1:  # A type variable has one letter.
                     owners.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
     assert {name: files for name, files in owners.items() if len(files) > 1} == {}
 
 
-SINGLE_IMPORTER = {  # with the reason why a module is not part of its only importer, in its own folder
+# Each has the reason why a module is not part of its only importer, in its own folder.
+SINGLE_IMPORTER = {
     "diagnostics.bits": "a public argument",
     "memory.allocator": "the rules of the allocator of torch",
     "memory.trace.doubles": "savings; the tracer runs updates",

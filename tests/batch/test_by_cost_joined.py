@@ -8,12 +8,17 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import fsdp
 from helpers.loops import Calls
+from helpers.optimizers import sgd
 from helpers.pages import blocks
 from helpers.problems import assert_same_gradients, gradients
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
+from helpers.updates import values_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     ByCost,
@@ -22,7 +27,6 @@ from balanced_parallel import (
     TrainStep,
     Whole,
     convert_sync_batchnorm,
-    parallelize,
     savings,
     simulate,
 )
@@ -44,15 +48,13 @@ def tokens_of(sample):
 
 
 def assert_equal(loss, net, expected):
-    torch.testing.assert_close(loss.cpu(), expected[0], rtol=1e-10, atol=1e-10)
-    assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected[1])
+    assert_close(loss.cpu(), expected[0], rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected[1])
 
 
 def make_step(net, cut, criterion=None, devices=("cpu",) * 3, lr=0.0, **settings):
-    model, optimizer = (
-        DataParallelModel(net, list(devices)),
-        torch.optim.SGD(net.parameters(), lr=lr),
-    )
+    model = DataParallelModel(net, list(devices))
+    optimizer = sgd(net, lr=lr)
     return TrainStep(
         model,
         criterion or DataParallelCriterion(nn.CrossEntropyLoss()),
@@ -72,9 +74,7 @@ def gpt2(attention="sdpa"):
 
     net = make_model("gpt2").double()
     net.set_attn_implementation(attention)
-    net.config.use_cache = (
-        False  # with a cache, the mask of a packed row would be that of one long sample
-    )
+    net.config.use_cache = False  # The mask of a packed row would be that of one long sample.
     return net
 
 
@@ -87,7 +87,7 @@ def flatten(samples):
 def loss_of_tokens(output, labels):
     return F.cross_entropy(
         output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    )  # that of transformers is in float32
+    )  # The mean of transformers is in float32.
 
 
 def sample_by_sample(net, samples):
@@ -106,7 +106,8 @@ def sample_by_sample(net, samples):
 @pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
 @pytest.mark.parametrize("limit", [slow(None), 12])
 def test_packed_rows_of_transformers(attention, devices, limit):
-    net, samples = gpt2(attention), make_samples()
+    net = gpt2(attention)
+    samples = make_samples()
     expected = sample_by_sample(net, samples)
     cut = ByCost(tokens_of, collate=flatten, combine=sum, limit=limit)
     step = make_step(net, cut, DataParallelCriterion(loss_of_tokens), ["cpu"] * devices)
@@ -125,7 +126,8 @@ def test_packed_rows_of_transformers(attention, devices, limit):
 
 
 def test_packed_rows_of_a_model_that_computes_its_loss():
-    net, samples = gpt2(), make_samples()
+    net = gpt2()
+    samples = make_samples()
     expected = sample_by_sample(net, samples)
     savings.replace_lm_head(net)
     criterion = DataParallelCriterion(
@@ -145,11 +147,9 @@ class Packed(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
         torch.manual_seed(1)
-        self.words, self.tags, self.dropout = (
-            nn.Embedding(WORDS, 8),
-            nn.Linear(16, TAGS),
-            nn.Dropout(dropout),
-        )
+        self.words = nn.Embedding(WORDS, 8)
+        self.tags = nn.Linear(16, TAGS)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, words, places):
         states = self.dropout(self.words(words))  # 1 x words x 8
@@ -183,7 +183,8 @@ def packed_program(samples, net=None):
 
 
 def test_windows_and_ranges_of_costs():
-    net, samples = Packed().double(), make_samples()
+    net = Packed().double()
+    samples = make_samples()
     step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum, limit=12))
     for part in (samples[:7], [], samples[7:8], samples[8:]):
         step.add(part)
@@ -202,16 +203,15 @@ class Normed(Packed):
 
 
 def test_no_samples_in_one_process_change_nothing():
-    net, samples = Normed().double(), make_samples()
+    net = Normed().double()
+    samples = make_samples()
     plain = copy.deepcopy(net)
     plain(**join(samples)[0])
     step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum), devices=["cpu"])
     step.add(samples)
     step.add([])
     assert_equal(step.apply(), net, packed_program(samples, Normed().double()))
-    torch.testing.assert_close(
-        net.norm.running_mean, plain.norm.running_mean, rtol=1e-10, atol=1e-10
-    )
+    assert_close(net.norm.running_mean, plain.norm.running_mean, rtol=1e-10, atol=1e-10)
     with pytest.warns(UserWarning, match="no target of this batch was counted"):
         _, outputs = step([], return_outputs=True)
     assert outputs == []
@@ -220,12 +220,11 @@ def test_no_samples_in_one_process_change_nothing():
 
 def train_with_batch_norm(rank, expected):
     net = convert_sync_batchnorm(Normed().double())
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"])
     cut = ByCost(tokens_of, collate=whole, combine=sum)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), cut=cut)
+    step = parallel_step(net, devices=["cpu"], lr=0.0, cut=cut)
     samples = make_samples()
     loss = step(samples[7:] if rank else samples[:7])
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     step(samples[7:] if rank else [])
 
 
@@ -255,7 +254,8 @@ def loss_of_flat_tags(output, tags):
 
 @pytest.mark.parametrize("collate", [flat_tags, marked_inputs])
 def test_tags_may_be_flat_and_only_the_inputs_marked(collate):
-    net, samples = Packed().double(), make_samples()
+    net = Packed().double()
+    samples = make_samples()
     criterion = DataParallelCriterion(
         loss_of_flat_tags, weight=lambda output, tags: (tags != -100).sum()
     )
@@ -264,7 +264,8 @@ def test_tags_may_be_flat_and_only_the_inputs_marked(collate):
 
 
 def test_rows_that_were_packed_before_run_one_by_one():
-    net, samples = Packed().double(), make_samples()
+    net = Packed().double()
+    samples = make_samples()
     rows = [whole(samples[start : start + 3]) for start in range(0, len(samples), 3)]
     cut = ByCost(lambda row: row.value[1].numel(), collate=lambda rows: rows[0])
     assert_equal(make_step(net, cut, micro_batch_size=1)(rows), net, packed_program(samples))
@@ -315,39 +316,21 @@ def test_joined_samples_that_are_refused(collate, weight, settings, message):
         step(make_samples([4] * 9))
 
 
-def train_on_ranks(rank, strategy):
-    net = Packed().double()
-    model, criterion = parallelize(
-        net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
-    )
-    cut = ByCost(tokens_of, collate=whole, combine=sum, limit=14)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=1.0), cut=cut)
-    samples = make_samples()
-    losses = [
-        step([] if rank else samples[:2]),
-        step(samples[7:] if rank else samples[:7]),
-        step(samples[2:5] if rank else []),
-    ]
-    state = step.state_dict()["model"]
-    return losses, {
-        name: tensor.full_tensor() if strategy == "fsdp" else tensor
-        for name, tensor in state.items()
-    }
-
-
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
-def test_ranks_join_their_own_samples(strategy):
-    samples, net, expected = make_samples(), Packed().double(), []
-    for batch in (samples[:2], samples, samples[2:5]):
-        loss, updates = packed_program(batch, net)
-        expected.append(loss)
-        with torch.no_grad():
-            for parameter, update in zip(net.parameters(), updates, strict=True):
-                parameter -= update
-    for losses, state in run_ranks(2, train_on_ranks, strategy):
-        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
-        for name, parameter in net.named_parameters():
-            torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-10, atol=1e-10)
+@on_ranks(2)
+def test_ranks_join_their_own_samples(rank, strategy):
+    samples = make_samples()
+    plain = Packed().double()
+    net = Packed().double()
+    cut = ByCost(tokens_of, collate=whole, combine=sum, limit=14)
+    step = parallel_step(net, devices=["cpu"], strategy=strategy, lr=1.0, cut=cut)
+    for first, second in ((samples[:2], []), (samples[:7], samples[7:]), ([], samples[2:5])):
+        loss, updates = packed_program(first + second, plain)
+        for parameter, update in zip(plain.parameters(), updates, strict=True):
+            parameter.data -= update
+        assert_close(step(second if rank else first), loss, rtol=1e-10, atol=1e-10)
+    found = [fsdp.whole(parameter).detach() for parameter in net.parameters()]
+    assert_close(found, values_of(plain), rtol=1e-10, atol=1e-10)
 
 
 # Objects: nested tensors, graphs
@@ -401,7 +384,7 @@ def test_objects_are_moved_to_the_device_of_their_replica():
         step = make_step(net, ByCost(lambda sample: 1, collate=collate), devices=cluster.devices)
         _, outputs = step(samples, return_outputs=True)
         assert [output.device for output in outputs] == cluster.devices
-        torch.testing.assert_close(outputs.gather("cpu"), expected)
+        assert_close(outputs.gather("cpu"), expected)
     assert batch.x.device.type == "cpu"  # the object of the caller stays where it is
 
 
@@ -416,7 +399,9 @@ class GraphNet(nn.Module):
         from torch_geometric.nn import GCNConv
 
         torch.manual_seed(1)
-        self.pools, self.first, self.second = pools, GCNConv(3, 8), GCNConv(8, TAGS)
+        self.pools = pools
+        self.first = GCNConv(3, 8)
+        self.second = GCNConv(8, TAGS)
 
     def forward(self, graphs):
         from torch_geometric.nn import global_mean_pool
@@ -461,7 +446,9 @@ LOSSES = {
 @pytest.mark.parametrize("limit", [14, slow(None)])
 def test_graphs_of_torch_geometric(double, pools, name, limit):
     pytest.importorskip("torch_geometric")
-    net, graphs, loss = GraphNet(pools), make_graphs(pools), LOSSES[name]
+    net = GraphNet(pools)
+    graphs = make_graphs(pools)
+    loss = LOSSES[name]
     batch = batch_graphs(graphs).value[0]
     plain = copy.deepcopy(net)
     expected = loss(plain(batch), batch.y)
@@ -471,7 +458,7 @@ def test_graphs_of_torch_geometric(double, pools, name, limit):
     found, outputs = step(batch.to_data_list(), return_outputs=True)
     assert_equal(found, net, (expected.detach(), gradients(plain)))
     if pools:
-        torch.testing.assert_close(outputs.gather(), plain(batch).detach(), rtol=1e-10, atol=1e-10)
+        assert_close(outputs.gather(), plain(batch), rtol=1e-10, atol=1e-10)
     with pytest.raises(
         TypeError,
         match=r"inputs\[0\] is an object of type DataBatch that holds tensors.*Whole\(\.\.\.\)",

@@ -6,9 +6,12 @@ Collators of Hugging Face and of torch fit as they are. Under torchrun each rank
 import pytest
 import torch
 from helpers.coupled import correlation_loss, correlation_statistics
-from helpers.problems import assert_same_gradients, build_net, gradients
-from helpers.ranks import run_ranks
+from helpers.fsdp import whole
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal, assert_same_gradients, build_net, gradients
+from helpers.ranks import on_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from helpers.unequal import (
     LENGTHS,
     TAGS,
@@ -26,6 +29,7 @@ from helpers.unequal import (
     plain,
     with_cut,
 )
+from helpers.updates import values_of
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -34,13 +38,12 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
-    parallelize,
     simulate,
 )
 
 
 def test_a_collator_of_hugging_face(double):
-    import transformers  # not above, since ranks import this file
+    import transformers  # Ranks import this file without it.
     from helpers.trainers import make_model
 
     tokenizers = pytest.importorskip("tokenizers")
@@ -56,7 +59,8 @@ def test_a_collator_of_hugging_face(double):
         }
         for n in (3, 16, 5, 2, 9, 4, 4)
     ]
-    net, plain = make_model("tags").double(), make_model("tags").double()
+    net = make_model("tags").double()
+    plain = make_model("tags").double()
     expected = plain(**collate(samples))
     expected.loss.backward()
     criterion = DataParallelCriterion(
@@ -64,7 +68,7 @@ def test_a_collator_of_hugging_face(double):
     )
     settings = {"cost": lambda sample: len(sample["input_ids"]), "collate": collate, "limit": 20}
     loss, outputs = make_step(net, criterion=criterion, **settings)(samples, return_outputs=True)
-    torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-10, atol=1e-10)
+    assert_equal(loss, expected.loss)
     assert_same_gradients(gradients(net), gradients(plain))
     assert outputs.logits.gather().shape == expected.logits.shape
 
@@ -78,7 +82,7 @@ def test_default_collate(double):
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     step = make_step(net, criterion=criterion, cost=lambda sample: 1.0, collate=default_collate)
     loss, outputs = step(samples, return_outputs=True)
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
+    assert_equal(loss, expected)
     assert outputs.gather().shape == (7, 3)
 
 
@@ -91,8 +95,8 @@ LIMITS = [{}, {"micro_batch_size": 2}, {"limit": 30}, {"limit": 31, "combine": s
 def assert_as_plain(loss, net, samples, kind=Transformer):
     """Compares with the plain program on the whole padded batch, and returns its outputs."""
     expected_loss, expected, outputs = plain(build(kind), samples)
-    torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-10, atol=1e-10)
-    assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+    assert_equal(loss.cpu(), expected_loss)
+    assert_same_gradients(gradients(net), expected)
     return outputs
 
 
@@ -144,7 +148,8 @@ def test_the_devices_of_a_micro_batch_have_neighbours_in_the_order_of_costs():
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_fewer_rows_than_devices(double, rows):
-    samples, net = make_samples([4, 9, 2][:rows]), build()
+    samples = make_samples([4, 9, 2][:rows])
+    net = build()
     loss, outputs = make_step(net, ["cpu"] * 4, **SAMPLES)(samples, return_outputs=True)
     assert_as_plain(loss, net, samples)
     assert len(outputs) == rows
@@ -158,7 +163,8 @@ def test_a_cut_is_a_setting_and_keeps_no_sample():
 
 
 def test_a_mapping_with_labels_is_for_a_model_that_computes_its_loss(double):
-    samples, net = make_samples(), build(OwnLoss)
+    samples = make_samples()
+    net = build(OwnLoss)
     criterion = DataParallelCriterion(
         lambda output, labels: output["loss"], weight=lambda output, labels: (labels != -100).sum()
     )
@@ -182,7 +188,8 @@ class Flat(Transformer):
 
 
 def test_targets_of_words_may_be_flat(double):
-    samples, net = make_samples(), build(Flat)
+    samples = make_samples()
+    net = build(Flat)
     assert_as_plain(
         make_step(net, cost=length_of, collate=flat_pad, micro_batch_size=2)(samples), net, samples
     )
@@ -191,8 +198,9 @@ def test_targets_of_words_may_be_flat(double):
 def test_a_criterion_takes_gathered_outputs_alone(double):
     samples = make_samples()
     loss, outputs = make_step(build(), **SAMPLES)(samples, return_outputs=True)
-    criterion, tags = DataParallelCriterion(nn.CrossEntropyLoss()), pad(samples)[1]
-    torch.testing.assert_close(criterion([outputs.gather()], tags), loss, rtol=1e-10, atol=1e-10)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    tags = pad(samples)[1]
+    assert_equal(criterion([outputs.gather()], tags), loss)
     for given in (outputs, (outputs, outputs)):
         with pytest.raises(
             ValueError,
@@ -212,7 +220,7 @@ def test_a_run_goes_on_from_its_state(double):
     second.load_state_dict(first.state_dict())
     assert train(second, [batch[::-1] for batch in batches[2:]]) == pytest.approx(
         losses[2:], rel=1e-10
-    )  # in any order
+    )
 
 
 @pytest.mark.parametrize("settings", [SAMPLES, PADDED], ids=["samples", "padded"])
@@ -249,7 +257,8 @@ def test_auto_halves_the_cost(double, caplog):
 
 
 def test_bad_costs_and_collates_are_one_clear_error():
-    samples, net = make_samples(), build()
+    samples = make_samples()
+    net = build()
 
     def refuses(message, batch=None, **settings):
         with pytest.raises((ValueError, TypeError), match=message):
@@ -343,72 +352,47 @@ COUPLED = [(contrast, True), (AdditiveLoss(correlation_statistics, correlation_l
 @pytest.mark.parametrize(("loss", "whole"), COUPLED, ids=["whole", "sums"])
 @pytest.mark.parametrize("limit", [{}, {"limit": 10}])
 def test_losses_that_couple_rows(double, loss, whole, limit):
-    samples, net, plain_net = (
-        [(torch.randn(4), row % TAGS) for row in range(11)],
-        build_net(),
-        build_net(),
-    )
+    samples = [(torch.randn(4), row % TAGS) for row in range(11)]
+    net = build_net()
+    plain_net = build_net()
     inputs, labels = default_collate(samples)
     expected = loss(plain_net(inputs), labels)
     expected.backward()
-    criterion, settings = (
-        DataParallelCriterion(loss, whole=whole),
-        {"cost": lambda sample: 1.0 + sample[1], **limit},
-    )
+    criterion = DataParallelCriterion(loss, whole=whole)
+    settings = {"cost": lambda sample: 1.0 + sample[1], **limit}
     step = make_step(net, criterion=criterion, collate=default_collate, **settings)
-    torch.testing.assert_close(step(samples), expected.detach(), rtol=1e-10, atol=1e-10)
+    assert_equal(step(samples), expected)
     assert_same_gradients(gradients(net), gradients(plain_net))
-
-
-def own(samples, rank):
-    return samples[:7] if rank == 0 else samples[7:]
-
-
-def train_on_ranks(rank, strategy, settings, parts):
-    net = build().double()
-    model, criterion = parallelize(
-        net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
-    )
-    settings = with_cut(cost=length_of, collate=pad, **settings)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=1.0), **settings)
-    samples = make_samples()
-    if parts:
-        step([] if rank else samples[:2])  # a rank that has had no sample yet
-        step.add(own(samples, rank))
-        step.add([])
-        loss, outputs = step.apply(), None
-    else:
-        loss, outputs = step(own(samples, rank), return_outputs=True)
-        outputs = outputs.gather()
-        step([] if rank else samples[:2])
-    state = step.state_dict()["model"]
-    return (
-        loss,
-        outputs,
-        {
-            name: tensor.full_tensor() if strategy == "fsdp" else tensor
-            for name, tensor in state.items()
-        },
-    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 @pytest.mark.parametrize(
     ("settings", "parts"), [slow({"limit": 30}, False), ({"micro_batch_size": 2}, True)]
 )
-def test_ranks_cut_their_own_samples(strategy, settings, parts):
-    samples, net = make_samples(), build().double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    for batch in (samples[:2], samples) if parts else (samples, samples[:2]):
-        if batch is samples:
-            expected_loss, _, expected_outputs = plain(net, samples)
+@on_ranks(2)
+def test_ranks_cut_their_own_samples(rank, strategy, settings, parts):
+    samples = make_samples()
+    few = samples[:2]
+    net = build().double()
+    optimizer = sgd(net, lr=1.0)
+    sharded = build().double()
+    settings = with_cut(cost=length_of, collate=pad, **settings)
+    step = parallel_step(sharded, devices=["cpu"], strategy=strategy, lr=1.0, **settings)
+    for batch in (few, samples) if parts else (samples, few):
         optimizer.zero_grad()
         inputs, tags = pad(batch)
-        nn.functional.cross_entropy(net(**inputs), tags).backward()
+        expected = net(**inputs)
+        loss = nn.functional.cross_entropy(expected, tags)
+        loss.backward()
+        mine = batch[7:] if rank else batch[:7]  # Rank 1 has none of a few.
+        if parts and batch is samples:
+            step.add(mine)
+            step.add([])
+            found = step.apply()
+        else:
+            found, outputs = step(mine, return_outputs=True)
+            assert_same_rows(outputs.gather(), expected, batch)
+        assert_equal(found, loss)
         optimizer.step()
-    for loss, outputs, state in run_ranks(2, train_on_ranks, strategy, settings, parts):
-        torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
-        if outputs is not None:
-            assert_same_rows(outputs, expected_outputs, samples)
-        for name, parameter in net.named_parameters():
-            torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-10, atol=1e-10)
+    found = [whole(parameter).detach() for parameter in sharded.parameters()]
+    assert_equal(found, values_of(net))

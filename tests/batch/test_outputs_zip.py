@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from helpers.problems import assert_same_gradients, gradients
-from helpers.ranks import run_ranks
+from helpers.fsdp import whole_gradients
+from helpers.problems import assert_equal, assert_same_gradients, gradients, plain_program
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, parallelize
 
@@ -19,10 +21,8 @@ def distilled(output, expected, labels):
 def problem(rows=5):
     torch.manual_seed(0)
     student, teacher = (nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
-    inputs, labels = (
-        torch.randn(rows, 4, dtype=torch.float64),
-        torch.tensor([0, 1, -100, 2, 1])[:rows],
-    )
+    inputs = torch.randn(rows, 4, dtype=torch.float64)
+    labels = torch.tensor([0, 1, -100, 2, 1])[:rows]
     return student, teacher.requires_grad_(False), inputs, labels
 
 
@@ -38,39 +38,31 @@ def test_a_criterion_of_two_models_is_that_of_the_whole_batch(rows):
     )
     assert [len(pair) for pair in outputs] == [2] * len(outputs)
     loss = DataParallelCriterion(distilled)(outputs, labels)
-    torch.testing.assert_close(loss, expected)
+    assert_close(loss, expected)
     loss.backward()
     assert_same_gradients(gradients(student), gradients(plain))
-    found = DataParallelCriterion(nn.MSELoss())(outputs)  # without targets
-    torch.testing.assert_close(found, F.mse_loss(plain(inputs), teacher(inputs)))
+    found = DataParallelCriterion(nn.MSELoss())(outputs)
+    assert_close(found, F.mse_loss(plain(inputs), teacher(inputs)))
     first, second = outputs.unzip()
-    torch.testing.assert_close(second.gather(), teacher(inputs))
+    assert_close(second.gather(), teacher(inputs))
     assert first.sizes == outputs.sizes
 
 
-def largest_error_of(rank, strategy):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_ranks_join_their_outputs(rank, strategy):
     student, teacher, inputs, labels = problem()
-    plain = copy.deepcopy(student)
-    expected = distilled(plain(inputs), teacher(inputs), labels)
-    expected.backward()
+    loss, expected = plain_program(
+        student, lambda output, labels: distilled(output, teacher(inputs), labels), inputs, labels
+    )
     part = slice(5) if rank == 0 else slice(0)  # rank 1 has no rows
     model, criterion = parallelize(student, distilled, ["cpu"], strategy=strategy)
-    loss = criterion(
-        model(inputs[part]).zip(parallelize(teacher, device_ids=["cpu"])(inputs[part])),
-        labels[part],
-    )
-    loss.backward()
-    found = [
-        getattr(each.grad, "full_tensor", lambda each=each: each.grad)()
-        for each in model.parameters()
-    ]
-    pairs = [(loss, expected), *zip(found, [each.grad for each in plain.parameters()], strict=True)]
-    return max((value - known).abs().max().item() for value, known in pairs)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_join_their_outputs(strategy):
-    assert max(run_ranks(2, largest_error_of, strategy)) < 1e-12
+    outputs = model(inputs[part])
+    wanted = parallelize(teacher, device_ids=["cpu"])(inputs[part])
+    found = criterion(outputs.zip(wanted), labels[part])
+    found.backward()
+    assert_equal(found, loss)
+    assert_same_gradients(whole_gradients(model), expected)
 
 
 def test_dimensions_and_order_of_the_rows_are_kept():

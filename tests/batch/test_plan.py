@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from helpers.problems import assert_same_gradients, build_net, gradients, plain_program
+from helpers.optimizers import sgd
+from helpers.problems import (
+    assert_equal,
+    assert_same_gradients,
+    build_net,
+    gradients,
+    plain_program,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -19,16 +26,14 @@ from balanced_parallel.batch.plan import cut_by_cost, cut_to_budget, equal_rows
     "split", [[0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 2, 3], [3, 0.5, 1], "memory"]
 )
 def test_every_split_equals_the_plain_program(double, split):
-    net, x, target = build_net(), torch.randn(13, 4), torch.randint(5, (13,))
+    net = build_net()
+    x = torch.randn(13, 4)
+    target = torch.randint(5, (13,))
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     with simulate(3, memory=["1MiB", "2MiB", "3MiB"]):
-        model, criterion = (
-            DataParallelModel(net.to("sim:0"), split=split),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(net.parameters(), 0.0), micro_batch_size=3
-        )
+        model = DataParallelModel(net.to("sim:0"), split=split)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        step = TrainStep(model, criterion, sgd(net, lr=0.0), micro_batch_size=3)
         for run in (
             lambda: criterion(model(x), target),
             lambda: criterion(model(x), target),
@@ -38,8 +43,8 @@ def test_every_split_equals_the_plain_program(double, split):
             result = run()
             if result.requires_grad:
                 result.backward()
-            torch.testing.assert_close(result.detach().cpu(), loss, rtol=1e-10, atol=1e-10)
-            assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+            assert_equal(result.cpu(), loss)
+            assert_same_gradients(gradients(net), expected)
 
 
 def test_split_by_memory_gives_rows_in_proportion_to_free_bytes():
@@ -105,7 +110,8 @@ def test_largest_cost_is_that_of_the_best_partition(
 ) -> None:
     numbers = random.Random(0)
     for _ in range(60):
-        rows, shards = numbers.randint(1, 7), numbers.randint(1, 4)
+        rows = numbers.randint(1, 7)
+        shards = numbers.randint(1, 4)
         costs = [DRAWS[draw](numbers) for _ in range(rows)]
         cut = cut_by_cost(costs, shards, combine)
         assert sorted(row for run in cut for row in run) == list(range(rows))
@@ -181,24 +187,27 @@ def test_a_cost_out_of_range_is_named(cost: float) -> None:
             cut([3, cost])
 
 
-@given(
-    rows=st.integers(0, 400),
-    shares=st.integers(1, 9) | st.lists(st.floats(0.01, 5), min_size=1, max_size=6),
-    limit=st.none() | st.integers(1, 50),
-)
-def test_a_plan_of_equal_rows_has_each_row_once_in_as_few_micro_batches_as_possible(
-    rows, shares, limit
-):
-    devices = shares if isinstance(shares, int) else len(shares)
+COUNT = st.integers(1, 9)
+LIMIT = st.none() | st.integers(1, 50)
+
+
+@given(st.integers(0, 400), COUNT | st.lists(st.floats(0.01, 5), min_size=1, max_size=6), LIMIT)
+def test_a_plan_of_equal_rows_has_each_row_once_within_the_limit(rows, shares, limit):
     plan = equal_rows(rows, shares, limit)
-    assert [row for parts in plan for part in parts for row in part] == list(range(rows))
-    assert all(len(parts) == devices for parts in plan)
-    assert limit is None or all(len(part) <= limit for parts in plan for part in parts)
-    assert len(plan) >= (0 if not rows else 1 if limit is None else -(-rows // (limit * devices)))
-    if isinstance(shares, int) and rows:
-        sizes = [sum(map(len, parts)) for parts in plan]
-        assert max(sizes) - min(sizes) <= 1
-        assert len(plan) == (1 if limit is None else -(-rows // (limit * devices)))
+    parts = [part for parts in plan for part in parts]
+    devices = shares if isinstance(shares, int) else len(shares)
+    assert [row for part in parts for row in part] == list(range(rows))
+    assert {*map(len, plan)} <= {devices}
+    assert max(map(len, parts), default=0) <= (limit or rows)
+
+
+@given(st.integers(1, 400), COUNT, LIMIT)
+def test_a_plan_of_equal_devices_has_as_few_micro_batches_of_equal_size_as_possible(
+    rows, devices, limit
+):
+    sizes = [sum(map(len, parts)) for parts in equal_rows(rows, devices, limit)]
+    assert max(sizes) - min(sizes) <= 1
+    assert len(sizes) == (1 if limit is None else -(-rows // (limit * devices)))
 
 
 def test_targets_of_another_number_of_rows_are_named_with_all_rows():

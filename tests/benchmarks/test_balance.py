@@ -53,7 +53,7 @@ def test_balanced_optimizer_balances_peak_memory(measured, request):
     # before the forward each device receives and sends on; before the update the owners' pieces
     refresh = 2 * size + size / devices
     assert max(ours.through) <= 1.02 * (shards + refresh)
-    collective, scalars = 2 * (devices - 1), 3 * (devices - 1)  # of the loss
+    collective, scalars = 2 * (devices - 1), 3 * (devices - 1)  # The scalars are those of the loss.
     assert benchmark.longest_chain(ours.copies) <= 2 * collective + scalars + 2 * (
         devices - 1
     )  # the parameters, twice

@@ -10,7 +10,8 @@ def peers(monkeypatch):
 
 
 def test_lines_are_counted_without_docstrings_comments_and_lines_for_the_simulation(peers):
-    plain, trainer = peers.code_lines("plain"), peers.code_lines("trainer")
+    plain = peers.code_lines("plain")
+    trainer = peers.code_lines("trainer")
     assert plain[0] == "import torch"
     assert not any('"""' in line or "# simulation" in line for line in plain + trainer)
     assert "# simulation" in (BENCHMARKS / "peers" / "trainer.py").read_text()
@@ -56,11 +57,9 @@ def test_errors_and_memory_of_two_programs(peers):
         with environment(0, layout) as cluster:
             return measure(0, cluster, layout, program, gradients, memory)
 
-    plain, torch_replicas, ours = (
-        measured("plain", 1),
-        measured("data_parallel", 2),
-        measured("ours_replicas", 2),
-    )
+    plain = measured("plain", 1)
+    torch_replicas = measured("data_parallel", 2)
+    ours = measured("ours_replicas", 2)
     assert max(peers.errors([ours], plain)) < 1e-12
     assert min(peers.errors([torch_replicas], plain)) > 1e-3
     assert len(ours.memory) == len(torch_replicas.memory) == 2

@@ -4,7 +4,7 @@ import pytest
 from helpers.benchmarks import load
 from helpers.ranks import run_ranks
 
-# at most this much of the plain peak
+# The largest part of the plain peak that each takes.
 TRAINING = dict.fromkeys(
     ["checkpoint_activations", "offload_activations", "LinearCrossEntropy"], 0.9
 )

@@ -15,11 +15,11 @@ from balanced_parallel import Rows, TrainStep, parallelize, simulate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIRS = sorted(path.parent.name for path in EXAMPLES.glob("*/plain.py"))
-IMAGES = "image_classification"  # in float32, on all devices
+IMAGES = "image_classification"  # All devices compute it in float32.
 MOST_LINES = dict.fromkeys(PAIRS, (9, 80)) | {
     IMAGES: (7, 55),
     "detection": (9, 99),
-}  # that are added, and in a program
+}  # Lines that are added, and lines of a program.
 
 
 def load(pair, name):
@@ -49,7 +49,7 @@ def losses_of_detection(rank, strategy):
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=4, max_grad_norm=0.5)
-    batches = [*example["load_batches"]()]  # before a step draws numbers
+    batches = [*example["load_batches"]()]  # A step draws numbers.
     losses = []
     for number, (images, targets) in enumerate(batches):
         part = slice(0, number) if rank else slice(number, None)

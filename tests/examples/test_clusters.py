@@ -147,7 +147,8 @@ def test_slurm_queues_a_job_again_that_was_stopped(tmp_path, ends, code, queued)
 def test_kubernetes(monkeypatch):
     job = yaml.safe_load((CLUSTERS / "pytorchjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    policy, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    policy = job["spec"]["elasticPolicy"]
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     (container,) = worker["template"]["spec"]["containers"]
     assert container["name"] == "pytorch"
     assert worker["replicas"] == policy["maxReplicas"]

@@ -27,10 +27,8 @@ def test_blocks_run_on_two_ranks(page, tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_prints_the_same_lines_in_each_layout(tmp_path):
-    page, shards = (
-        "docs/recipes/torchrun.md",
-        ("nn.CrossEntropyLoss())", 'nn.CrossEntropyLoss(), strategy="fsdp")'),
-    )
+    page = "docs/recipes/torchrun.md"
+    shards = ("nn.CrossEntropyLoss())", 'nn.CrossEntropyLoss(), strategy="fsdp")')
     printed = [
         run_page(page, tmp_path),
         run_page(page, tmp_path, *TORCHRUN),

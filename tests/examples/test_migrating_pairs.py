@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers import pytorch_encoding
+from helpers.optimizers import sgd
 from helpers.pages import PAGES, ROOT, blocks
 from helpers.ranks import run_ranks
 from torch.nn import functional as F
@@ -22,7 +23,7 @@ from balanced_parallel import simulate
 FOLDER = ROOT / "examples" / "migrating"
 GPUS, LEARNING_RATE = 4, 0.5
 
-# of the programs before; those that are not here, and all programs after, train as the plain program does
+# Errors of the programs before. Those that are not here, and all programs after, train as the plain program does.
 ERRORS = {
     "encoding": 0.087,  # the mean of the GPUs' means
     "ddp": 0.13,  # the mean over ranks and micro-batches
@@ -37,7 +38,7 @@ def test_the_difference_of_the_page_is_that_of_the_programs():
     (block,) = blocks("docs/recipes/torchrun.md", "diff")
     texts = [(FOLDER / "ddp" / name).read_text().splitlines() for name in ("before.py", "after.py")]
     difference = iter(difflib.unified_diff(*texts, n=0, lineterm=""))
-    assert all(line in difference for line in block.splitlines())  # in their order
+    assert all(line in difference for line in block.splitlines())  # They have one order.
     assert len(block.splitlines()) >= 15
 
 
@@ -61,7 +62,7 @@ def run_plain(name, loss_of, batch_size):
     model = program["Tagger" if "Tagger" in program else "make_net"]()
     first = {key: value.clone() for key, value in model.state_dict().items()}
     rows = program["load_rows"]()
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    optimizer = sgd(model, lr=LEARNING_RATE)
     losses = []
     for start in range(0, len(rows), batch_size):
         loss = loss_of(
@@ -102,9 +103,7 @@ def run_simulated(name, which):
 def run_rank(rank, path):
     """Runs a program on one of two ranks. Returns the weights and the losses."""
     torch.set_default_dtype(torch.float64)
-    os.environ.update(
-        TORCHELASTIC_RUN_ID="test", ACCELERATE_USE_CPU="true"
-    )  # by torchrun, and by accelerate launch --cpu
+    os.environ.update(TORCHELASTIC_RUN_ID="test", ACCELERATE_USE_CPU="true")
     module, losses = runpy.run_path(path)["main"]()
     return module.state_dict(), losses
 

@@ -172,7 +172,9 @@ def test_a_compiled_module_has_the_outputs_of_the_module(machine, at_most):
 @on("twice", "all", "all in reverse")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bits_are_those_of_one_device(machine, precision, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product of matrices
+    monkeypatch.setenv(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # The first product of matrices reads it.
     torch.use_deterministic_algorithms(True)
     try:
         for name, (net, inputs) in networks(machine).items():

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from balanced_parallel import DataParallelCriterion, TrainStep, parallelize, simulate
 from balanced_parallel.strategies.ddp import DistributedModel
 
-SLOWER_LIMIT = 1.1  # of a step against DDP
+SLOWER_LIMIT = 1.1  # A step may take this much of the time of DDP.
 
 
 def run_rank(rank, devices, backends, only_plain=False):

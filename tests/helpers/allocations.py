@@ -15,7 +15,8 @@ from balanced_parallel.savings import checkpoint_activations
 
 with pytest.MonkeyPatch.context() as _patch:
     _allocator = load("estimate", _patch, "allocator")
-AllocatorProfile, ReduceScatter = _allocator.AllocatorProfile, _allocator.ReduceScatter
+AllocatorProfile = _allocator.AllocatorProfile
+ReduceScatter = _allocator.ReduceScatter
 
 
 def used(
@@ -44,7 +45,8 @@ def used(
 def tracked(build, batch, optimizer, precision="fp32", criterion=F.cross_entropy):
     """Returns the peak of the tensors in the second step of the plain program in bytes, by torch's tracker."""
     net, (inputs, targets) = build(), batch()
-    updating, tracker = optimizer(net.parameters()), MemTracker()
+    updating = optimizer(net.parameters())
+    tracker = MemTracker()
     tracker.track_external(net, updating, inputs, targets)
     with tracker:
         for _ in range(2):
@@ -85,7 +87,8 @@ def used_by_shards(rank, problem, rows, precision, accumulate):
     """Returns the peak of the second update of the plain loop under FSDP2, on this rank."""
     gc.collect()
     build, batch = PROBLEMS[problem]
-    profile, rises = AllocatorProfile(), []
+    profile = AllocatorProfile()
+    rises = []
     with profile.recorded():
         inputs, targets = (tensor.clone() for tensor in batch(rows))
         model, criterion = parallelize(

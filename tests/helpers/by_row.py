@@ -13,7 +13,8 @@ CPU = torch.device("cpu")
 @contextlib.contextmanager
 def drawing_by_row(seed, rows, example):
     """Runs the block on rows ``rows`` of an update. ``example(count)`` runs the same forward on a number of rows."""
-    update, shapes = UpdateRandom(seed), {}
+    update = UpdateRandom(seed)
+    shapes = {}
     try:
         with torch.no_grad():
             for count in (2, 3):
@@ -36,7 +37,8 @@ class Dropping(nn.Module):
 
     def __init__(self, module):
         super().__init__()
-        self.module, self.drop = module, nn.Dropout(0.4)
+        self.module = module
+        self.drop = nn.Dropout(0.4)
 
     def forward(self, inputs):
         return self.module(self.drop(inputs) + 0.1 * torch.randn_like(inputs) * torch.rand(()))

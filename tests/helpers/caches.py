@@ -3,7 +3,7 @@
 import contextlib
 
 import torch
-from helpers.problems import assert_same_gradients, gradients
+from helpers.problems import assert_equal, assert_same_gradients, gradients
 from torch import nn
 
 from balanced_parallel import DataParallelModel, gather, simulate
@@ -14,7 +14,9 @@ class Rotary(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.length, self.cached = nn.Linear(4, 4), None, None
+        self.linear = nn.Linear(4, 4)
+        self.length = None
+        self.cached = None
 
     def forward(self, x):
         if x.shape[1] != self.length:
@@ -44,7 +46,8 @@ class Learned(Rotary):
 
     def __init__(self):
         super().__init__()
-        self.scale, self.last = torch.ones(4, requires_grad=True), None
+        self.scale = torch.ones(4, requires_grad=True)
+        self.last = None
 
     def forward(self, x):
         self.last = self.linear(x) * self.scale
@@ -75,11 +78,8 @@ def check_caches(
         model = DataParallelModel(net)
         with surround(model):
             outputs = [gather(model(x)) for x in batches]
-            for output, wanted in zip(outputs, expected, strict=True):
-                torch.testing.assert_close(output.cpu(), wanted, rtol=1e-10, atol=1e-10)
+            assert_equal([output.cpu() for output in outputs], expected)
             sum(output.square().sum() for output in outputs).backward()
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], gradients(plain))
+        assert_same_gradients(gradients(net), gradients(plain))
         if kind is Learned:
-            torch.testing.assert_close(
-                net.scale.grad.cpu(), plain.scale.grad, rtol=1e-10, atol=1e-10
-            )
+            assert_equal(net.scale.grad.cpu(), plain.scale.grad)

@@ -2,6 +2,9 @@
 
 import torch
 import torch.nn.functional as F
+from helpers.fsdp import whole
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal
 from torch import nn
 
 ROWS = [7, 5, 9, 1, 3, 12, 2, 8, 4]
@@ -12,7 +15,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(13, 17), nn.Linear(17, 5)
+        self.first = nn.Linear(13, 17)
+        self.last = nn.Linear(17, 5)
         self.register_buffer("total", torch.zeros(()))
 
     def forward(self, inputs):
@@ -37,8 +41,9 @@ def batches(rows=ROWS):
 
 def plain_run(rows=ROWS, lr=0.1):
     """Returns the losses of the plain program, and its module."""
-    net, losses = build(), []
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    net = build()
+    losses = []
+    optimizer = sgd(net, lr=lr)
     for inputs, targets in batches(rows):
         optimizer.zero_grad()
         loss = F.cross_entropy(net(inputs), targets)
@@ -51,18 +56,13 @@ def plain_run(rows=ROWS, lr=0.1):
 def assert_same_run(losses, net, rows=ROWS):
     """Compares the losses of a training and the weights that it ends with."""
     expected, plain = plain_run(rows)
-    torch.testing.assert_close(
-        torch.stack([loss.cpu() for loss in losses]), torch.stack(expected), rtol=1e-10, atol=1e-10
-    )
-    whole = {
-        name: getattr(value, "full_tensor", lambda value=value: value)()
-        for name, value in net.named_parameters()
-    }
+    assert_equal(torch.stack([loss.cpu() for loss in losses]), torch.stack(expected))
+    values = {name: whole(value) for name, value in net.named_parameters()}
     found, weights = (
         [value.detach().cpu() for value in values]
-        for values in (whole.values(), plain.parameters())
+        for values in (values.values(), plain.parameters())
     )
-    torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-10)
+    assert_equal(found, weights)
 
 
 class Graphs:

@@ -2,6 +2,8 @@
 
 import torch
 import torch.nn.functional as F
+from helpers.fsdp import whole
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, build_net
 from torch import nn
 
@@ -20,7 +22,8 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.left, self.right = build_net(), build_net()
+        self.left = build_net()
+        self.right = build_net()
         self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, inputs):
@@ -56,11 +59,9 @@ def correlation_loss(total):
     """One minus Pearson's correlation of each class with its targets."""
     rows, (output, wanted) = total["rows"], total["sums"]
     covariance = total["products"] - output * wanted / rows
-    variances = [
-        square - each.square() / rows
-        for square, each in zip(total["squares"], (output, wanted), strict=True)
-    ]
-    return (1 - covariance / (variances[0] * variances[1] + 1e-6).sqrt()).mean()
+    first, second = total["squares"]
+    product = (first - output.square() / rows) * (second - wanted.square() / rows)
+    return (1 - covariance / (product + 1e-6).sqrt()).mean()
 
 
 KINDS = {
@@ -81,30 +82,17 @@ def coupled_problem(kind, rows=11):
     module = make().double()
     generator = torch.Generator().manual_seed(4)
     inputs = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
-    return (
-        module,
-        criterion().double(),
-        inputs,
-        torch.randint(CLASSES, (rows,), generator=generator),
-    )
+    targets = torch.randint(CLASSES, (rows,), generator=generator)
+    return module, criterion().double(), inputs, targets
 
 
 def gradients_of(module, criterion):
     """Returns the gradients of a model by name. Those of the criterion come last."""
     if not isinstance(criterion.module, nn.Module):
         return {}
-    named = [
-        (name, one.grad)
-        for part in (module, criterion.module)
-        for name, one in part.named_parameters()
-    ]
-    whole = {
-        name: getattr(gradient, "full_tensor", lambda gradient=gradient: gradient)()
-        for name, gradient in named
-    }
-    return {
-        name: None if gradient is None else gradient.clone() for name, gradient in whole.items()
-    }
+    parts = [*module.named_parameters(), *criterion.module.named_parameters()]
+    found = {name: whole(parameter.grad) for name, parameter in parts}
+    return {name: None if each is None else each.clone() for name, each in found.items()}
 
 
 def plain_update(kind, rows=11):
@@ -119,9 +107,9 @@ def plain_update(kind, rows=11):
 def split_update(kind, devices, micro_batch_size, adds=None):
     """Returns loss and gradients of an update on several devices, at once or by adds of some rows."""
     module, criterion, *batch = coupled_problem(kind)
-    return _update(
-        DataParallelModel(module, devices), criterion, batch, micro_batch_size, adds
-    ), gradients_of(module, criterion)
+    model = DataParallelModel(module, devices)
+    loss = _update(model, criterion, batch, micro_batch_size, adds)
+    return loss, gradients_of(module, criterion)
 
 
 def rank_update(rank, kind, sizes, micro_batch_size, strategy, way="at once"):
@@ -136,20 +124,18 @@ def rank_update(rank, kind, sizes, micro_batch_size, strategy, way="at once"):
         loss.backward()
         loss = loss.detach()
     else:
-        loss = _update(
-            model, criterion, (inputs, targets), micro_batch_size, None if way == "at once" else 4
-        )
+        adds = None if way == "at once" else 4
+        loss = _update(model, criterion, (inputs, targets), micro_batch_size, adds)
     return loss, gradients_of(module, criterion)
 
 
 def _update(model, criterion, batch, micro_batch_size, adds):
-    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.0)
+    optimizer = sgd(model, criterion, lr=0.0)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size)
     if adds is None:
         return step(*batch)
-    for part in (
-        zip(*(tensor.split(adds) for tensor in batch), strict=True) if len(batch[0]) else ()
-    ):
+    parts = zip(*(tensor.split(adds) for tensor in batch), strict=True)
+    for part in parts if len(batch[0]) else ():
         step.add(*part)
     return step.apply()
 

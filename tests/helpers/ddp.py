@@ -2,6 +2,7 @@
 
 import torch
 from helpers.fsdp import whole_gradients
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients
 from torch import nn
 
@@ -13,7 +14,7 @@ WAYS = ["step", "micro-batches", "criterion"]
 def make_update(way, module, criterion, *, strategy="ddp", **settings):
     """Returns the model, and one update with lr=0: by TrainStep at once or in micro-batches, or by hand."""
     model, criterion = parallelize(module, criterion, strategy=strategy)
-    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
+    optimizer = sgd(model, criterion, lr=0.0)
     step = TrainStep(
         model,
         criterion,

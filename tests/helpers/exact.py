@@ -15,7 +15,7 @@ from balanced_parallel import BalancedOptimizer, TrainStep, parallelize, simulat
 from balanced_parallel.savings import LinearCrossEntropy, checkpoint_activations
 
 CLASSES, TIME, WORDS = 4, 5, 20
-_pauses = random.Random(0)  # of the layout that runs
+_pauses = random.Random(0)  # The layout that runs seeds it.
 
 
 class Pause(torch.autograd.Function):
@@ -49,12 +49,11 @@ class Perceptron(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.first, self.middle, self.last = (
-            nn.Linear(12, width),
-            nn.Linear(width, width),
-            nn.Linear(width, CLASSES),
-        )
-        self.drop, self.path = nn.Dropout(0.3), DropPath()
+        self.first = nn.Linear(12, width)
+        self.middle = nn.Linear(width, width)
+        self.last = nn.Linear(width, CLASSES)
+        self.drop = nn.Dropout(0.3)
+        self.path = DropPath()
 
     def forward(self, x):
         x = self.drop(self.first(x).tanh())
@@ -66,8 +65,10 @@ class Conv(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.first, self.norm = nn.Conv2d(2, width, 3, padding=1), nn.GroupNorm(2, width)
-        self.second, self.head = nn.Conv2d(width, width, 3, stride=2), nn.Linear(width, CLASSES)
+        self.first = nn.Conv2d(2, width, 3, padding=1)
+        self.norm = nn.GroupNorm(2, width)
+        self.second = nn.Conv2d(width, width, 3, stride=2)
+        self.head = nn.Linear(width, CLASSES)
         self.fixed = nn.BatchNorm2d(width).eval()
 
     def train(self, mode=True):
@@ -88,7 +89,8 @@ class Attention(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS, bias=False)
+        self.words = nn.Embedding(WORDS, width)
+        self.head = nn.Linear(width, WORDS, bias=False)
         self.block = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.1, batch_first=True)
         self.head.weight = self.words.weight
 
@@ -101,11 +103,10 @@ class Bag(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.words, self.bag = (
-            nn.Embedding(WORDS, width, padding_idx=0),
-            nn.EmbeddingBag(WORDS, width, mode="mean"),
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES * TIME)
+        self.words = nn.Embedding(WORDS, width, padding_idx=0)
+        self.bag = nn.EmbeddingBag(WORDS, width, mode="mean")
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, CLASSES * TIME)
 
     def forward(self, words):
         x = F.dropout(self.words(words).sum(1), 0.2, self.training) + self.bag(words)
@@ -139,15 +140,11 @@ class Sometimes(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.first, self.last, self.never = (
-            nn.Linear(12, width),
-            nn.Linear(width, CLASSES),
-            nn.Linear(3, 3),
-        )
-        self.seldom, self.frozen = (
-            nn.Linear(12, CLASSES),
-            nn.Linear(width, width).requires_grad_(False),
-        )
+        self.first = nn.Linear(12, width)
+        self.last = nn.Linear(width, CLASSES)
+        self.never = nn.Linear(3, 3)
+        self.seldom = nn.Linear(12, CLASSES)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
 
     def forward(self, x):
         y = self.last(self.frozen(F.dropout(self.first(x).tanh(), 0.2, self.training)))
@@ -258,13 +255,13 @@ class Problem(NamedTuple):
     optimizer: str
     dtype: torch.dtype
     precision: str
-    rows: tuple[int, ...]  # of each update
+    rows: tuple[int, ...]  # One number for each update.
     micro_batch_size: int
     ignored: float  # the share of the labels that do not count
     without_labels: int  # an update in which no label counts, or -1
     max_grad_norm: float | None
     has_scheduler: bool
-    is_checkpointed: bool  # its activations are computed twice
+    is_checkpointed: bool  # Activations are computed twice.
     threads: int
     width: int
     pause: float = 0.002  # the longest one in a forward or a backward
@@ -275,18 +272,17 @@ class Layout(NamedTuple):
     """A way to run a problem. Its seed draws the times that devices wait, and the cuts."""
 
     seed: int = 0
-    in_turn: tuple[tuple[str, ...], ...] = (
-        ("cpu",),
-    )  # devices of one process, which may change after each update
+    in_turn: tuple[tuple[str, ...], ...] = (("cpu",),)  # Devices of one process, in each update.
     ranks: int = 1
     adds: bool = False  # rows come in several calls
-    shard: str = ""  # of a BalancedOptimizer; none if empty
+    shard: str = ""  # The setting of a BalancedOptimizer; empty without one.
 
 
 def draw_problem(seed, **changes):
     """Returns a problem, the same for the same seed."""
     numbers = random.Random(seed)
-    net, loss = numbers.choice([*NETS]), numbers.choice([*LOSSES])
+    net = numbers.choice([*NETS])
+    loss = numbers.choice([*LOSSES])
     if loss == "head" and NETS[net].kind == "words":
         loss = "cross entropy"
     dtype, precision = numbers.choices(
@@ -302,10 +298,8 @@ def draw_problem(seed, **changes):
     if NETS[net] is Recurrent and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         precision = "fp32"  # oneDNN has no LSTM in bfloat16 for processors without AVX-512.
     if dtype == torch.bfloat16:
-        net, optimizer = (
-            numbers.choice(["Perceptron", "Bag"]),
-            numbers.choice(["SGD", "momentum", "AdamW"]),
-        )
+        net = numbers.choice(["Perceptron", "Bag"])
+        optimizer = numbers.choice(["SGD", "momentum", "AdamW"])
         loss = numbers.choice(["cross entropy", "sum"])
     threads = numbers.choices([1, 2], [9, 1])[0]
     rows = tuple(numbers.choice([1, 2, 3, 5, 8, 11, 13, 17]) for _ in range(3))
@@ -313,7 +307,8 @@ def draw_problem(seed, **changes):
     if threads > 1:  # these kernels round in another way with other numbers of threads
         net = numbers.choice(["Conv", "Attention", "Bag"])
         loss = "cross entropy" if loss == "head" else loss
-        rows, size = tuple(8 * count for count in rows), 8 * size
+        rows = tuple(8 * count for count in rows)
+        size = 8 * size
     problem = Problem(
         seed=seed,
         net=net,
@@ -337,37 +332,34 @@ def draw_problem(seed, **changes):
 def draw_layouts(problem, kind, count):
     """Returns layouts of a problem, of kind "replicas", "ranks" or "simulated". The first is one device."""
     numbers = random.Random(f"{problem.seed} {kind}")
-    name = "sim" if kind == "simulated" else "cpu"
-    most = 3 if kind == "simulated" else 4
-    shards = ["parameters"] if problem.optimizer == "Muon" else ["elements", "parameters"]
-    if problem.optimizer == "fused AdamW" or problem.dtype == torch.bfloat16:
-        shards = ["parameters"]
-
-    def devices():
-        size = numbers.randint(1, most)
-        return tuple(f"sim:{number}" if name == "sim" else "cpu" for number in range(size))
-
-    layouts = (
-        []
-        if kind == "ranks"
-        else [Layout(problem.seed, ((f"{name}:0" if name == "sim" else "cpu",),))]
-    )
-    while len(layouts) < count:
-        seed, shard = numbers.randrange(10**6), numbers.choice(["", *shards])
-        if kind == "ranks":
-            layouts.append(
-                Layout(
-                    seed,
-                    ranks=numbers.choice([2, 3]) if problem.threads == 1 else 2,
-                    shard="parameters" if shard else "",
-                )
-            )
-            continue
-        changes = numbers.random() < 0.3
-        in_turn = tuple(devices() for _ in range(3 if changes else 1))
-        adds = numbers.random() < 0.3 and problem.loss != "several"
-        layouts.append(Layout(seed, in_turn, adds=adds, shard=shard))
+    draw = draw_ranks if kind == "ranks" else draw_devices
+    layouts = [draw(problem, kind, numbers) for _ in range(count)]
+    if kind != "ranks":
+        layouts[0] = Layout(problem.seed, (names_of_devices(kind, 1),))
     return layouts
+
+
+def names_of_devices(kind, count):
+    return tuple(f"sim:{place}" if kind == "simulated" else "cpu" for place in range(count))
+
+
+def draw_ranks(problem, kind, numbers):
+    seed = numbers.randrange(10**6)
+    shard = numbers.choice(["", "parameters"])
+    ranks = numbers.choice([2, 3]) if problem.threads == 1 else 2
+    return Layout(seed, ranks=ranks, shard=shard)
+
+
+def draw_devices(problem, kind, numbers):
+    """Returns devices of one process, which may change after each update."""
+    whole = problem.optimizer in ("Muon", "fused AdamW") or problem.dtype == torch.bfloat16
+    shards = ["", "parameters"] if whole else ["", "elements", "parameters"]
+    most = 3 if kind == "simulated" else 4
+    in_turn = tuple(
+        names_of_devices(kind, numbers.randint(1, most)) for _ in range(numbers.choice([1, 1, 3]))
+    )
+    adds = numbers.random() < 0.3 and problem.loss != "several"
+    return Layout(numbers.randrange(10**6), in_turn, adds=adds, shard=numbers.choice(shards))
 
 
 def make_net(problem):
@@ -493,7 +485,8 @@ def _train(rank, problem, layout, numbers):
         if present != devices:
             before = None if step is None else step.state_dict()
             state = torch.get_rng_state()
-            step, devices = make_step(problem, present, layout.shard), present
+            step = make_step(problem, present, layout.shard)
+            devices = present
             torch.set_rng_state(state)
             if before is not None:
                 step.load_state_dict(before)
@@ -505,7 +498,7 @@ def _train(rank, problem, layout, numbers):
         elif layout.adds:
             cuts = cut_groups(len(inputs), problem.micro_batch_size, numbers.randint(2, 3), numbers)
         found[f"loss {number}"] = run_update(step, inputs, targets, cuts)
-        # without a label nothing is updated, and the norm is that of the update before
+        # Nothing is updated where there is no label, and the norm is that of the update before.
         if step.grad_norm is not None and not found[f"loss {number}"].isnan():
             found[f"grad_norm {number}"] = step.grad_norm
     state = step.state_dict()

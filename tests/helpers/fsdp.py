@@ -17,7 +17,8 @@ class Language(nn.Module):
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True) for _ in range(3)
         )
-        self.head, self.never = nn.Linear(8, WORDS, bias=False), nn.Linear(8, 3)
+        self.head = nn.Linear(8, WORDS, bias=False)
+        self.never = nn.Linear(8, 3)
         self.head.weight = self.embedding.weight
 
     def forward(self, words):
@@ -29,7 +30,8 @@ class Language(nn.Module):
 
 def language_batch(rows=9):
     torch.manual_seed(1)
-    words, targets = torch.randint(WORDS, (rows, 5)), torch.randint(WORDS, (rows, 5))
+    words = torch.randint(WORDS, (rows, 5))
+    targets = torch.randint(WORDS, (rows, 5))
     targets[: rows // 2, 2:] = -100
     return words, targets
 

@@ -30,7 +30,7 @@ SLOW = [
     "beside the CPU",
     "behind the CPU",
     "all in reverse",
-]  # of simulated devices; -m slow runs them
+]  # Simulated devices; -m slow runs them.
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),

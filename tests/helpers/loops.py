@@ -1,7 +1,6 @@
 """Models and comparisons of the training loops that users have moved to this library."""
 
-import torch
-from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
+from helpers.problems import CLASSES, assert_equal, assert_same_gradients, build_net, gradients
 from torch import nn
 
 from balanced_parallel import DataParallelModel
@@ -30,5 +29,5 @@ def assert_equal_program(module, criterion, plain, inputs, targets=(), model=Non
     model = model or DataParallelModel(module, CPUS)
     found = criterion(model(*inputs, **(kwargs or {})), *targets)
     found.backward()
-    torch.testing.assert_close(found.detach(), loss.detach(), rtol=1e-10, atol=1e-10)
+    assert_equal(found, loss)
     assert_same_gradients(gradients(module), expected)

@@ -3,10 +3,10 @@
 import copy
 
 import torch
-from helpers.problems import CLASSES
+from helpers.problems import CLASSES, assert_equal
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion
 
 ROWS = 11
 
@@ -39,7 +39,7 @@ def assert_same(net, expected, tolerance=1e-10):
 
 def assert_same_state(found, expected):
     assert found["param_groups"] == expected["param_groups"]
-    torch.testing.assert_close(found["state"], expected["state"], rtol=1e-10, atol=1e-10)
+    assert_equal(found["state"], expected["state"])
 
 
 def train(model, optimizer, steps=4, clip=None, criterion=None):
@@ -74,3 +74,16 @@ class ToStart(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     pull = parameter - self.state[parameter]["start"]
                     parameter.sub_(parameter.grad + pull, alpha=group["lr"])
+
+
+def sgd(*modules, lr=0.1, **settings):
+    """Returns SGD of all parameters of the modules."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return torch.optim.SGD(parameters, lr, **settings)
+
+
+def balanced_or_plain(model, kind, is_balanced, lr=0.1):
+    """Returns an optimizer of all parameters of a model, sharded over its devices or as it is."""
+    if is_balanced:
+        return BalancedOptimizer(model, kind, lr=lr)
+    return kind(model.parameters(), lr=lr)

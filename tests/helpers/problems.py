@@ -5,6 +5,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel
@@ -163,7 +164,8 @@ def build_conv():
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lstm, self.output = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, CLASSES)
+        self.lstm = nn.LSTM(2, 3, batch_first=True)
+        self.output = nn.Linear(3, CLASSES)
 
     def forward(self, inputs):
         return self.output(self.lstm(inputs.unflatten(1, (2, 2)))[0][:, -1])
@@ -184,7 +186,9 @@ class Sometimes(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net, self.never, self.sometimes = build_net(), nn.Linear(2, 2), nn.Linear(4, CLASSES)
+        self.net = build_net()
+        self.never = nn.Linear(2, 2)
+        self.sometimes = nn.Linear(4, CLASSES)
 
     def forward(self, inputs):
         outputs = self.net(inputs)
@@ -256,7 +260,7 @@ def whole_loss(criterion, output, targets):
 
 
 def gradients(*modules, optimizer=None):
-    """Copies of the gradients of all parameters. Those of a ``BalancedOptimizer`` are read from it."""
+    """Copies of the gradients of all parameters on the CPU. Those of a ``BalancedOptimizer`` are read from it."""
     read = getattr(optimizer, "gradient", lambda parameter: parameter.grad)
     parameters = [
         parameter
@@ -265,7 +269,7 @@ def gradients(*modules, optimizer=None):
         for parameter in module.parameters()
     ]
     return [
-        None if (gradient := read(parameter)) is None else gradient.clone()
+        None if (gradient := read(parameter)) is None else gradient.detach().clone().cpu()
         for parameter in parameters
     ]
 
@@ -304,15 +308,25 @@ def assert_exact(module, criterion, inputs, *targets, plain=None, **settings):
     """Compares loss and gradients of three replicas with those of the plain program. ``settings`` are of the criterion."""
     loss, expected = plain_program(module, plain or criterion, inputs, targets)
     found, found_gradients = split_program(module, criterion, inputs, targets, **settings)
-    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10, equal_nan=True)
+    assert_close(found, loss, rtol=1e-10, atol=1e-10, equal_nan=True)
     assert_same_gradients(found_gradients, expected)
 
 
 def assert_exact_update(step, module, criterion, inputs, targets):
     """Compares loss and gradients of a step that does not change the parameters with those of the plain program."""
     loss, expected = plain_program(module, criterion, inputs, targets)
-    torch.testing.assert_close(step(inputs, targets), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(step(inputs, targets), loss)
     assert_same_gradients(gradients(module, criterion), expected)
+
+
+def class_batch(rows, ignored=0):
+    """Returns random rows and their classes, the first of which are ignored."""
+    return torch.randn(rows, 4), class_targets(rows, ignored)
+
+
+def assert_equal(found, expected):
+    """Compares numbers in float64, or lists of them."""
+    assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def zero_gradients(*modules):
@@ -326,7 +340,7 @@ def assert_same_gradients(found, expected, tolerance=1e-10):
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+            assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 class Calls(TorchDispatchMode):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 PROCESSES = multiprocessing.get_context(
     "forkserver"
-)  # its server has run nothing: its copies have no threads and no devices
+)  # The server has run nothing: copies of it have no threads and no devices.
 PRELOADED = [
     "torch",
     "torch.distributed.optim",
@@ -33,7 +33,8 @@ class Script:
     """
 
     def __init__(self, script, *arguments, cwd=None, session=False, **environment):
-        self.name, self.arguments = str(script), list(map(str, arguments))
+        self.name = str(script)
+        self.arguments = list(map(str, arguments))
         self._folder = tempfile.TemporaryDirectory()
         self._paths = [os.path.join(self._folder.name, name) for name in ("output", "errors")]
         settings = script, self.arguments, cwd, session, {**os.environ, **environment}, self._paths

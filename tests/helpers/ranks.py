@@ -54,7 +54,10 @@ class Check(NamedTuple):
 
 
 def on_ranks(world_size, **settings):
-    """Makes a test of a function, which is called on each rank with its number. Settings are those of :func:`run_ranks`."""
+    """Makes a test of a function, which is called on each rank with its number. Settings are those of :func:`run_ranks`.
+
+    ``world_size`` is a number, or a function of the arguments of the test.
+    """
 
     def decorate(check):
         parameters = [*inspect.signature(check).parameters.values()][1:]
@@ -62,9 +65,11 @@ def on_ranks(world_size, **settings):
         @functools.wraps(check)
         def test(**arguments):
             values = [arguments[parameter.name] for parameter in parameters]
-            run_ranks(world_size, Check(check.__module__, check.__name__), *values, **settings)
+            ranks = world_size(*values) if callable(world_size) else world_size
+            run_ranks(ranks, Check(check.__module__, check.__name__), *values, **settings)
 
-        test.check, test.__signature__ = check, inspect.Signature(parameters)
+        test.check = check
+        test.__signature__ = inspect.Signature(parameters)
         return test
 
     return decorate
@@ -173,7 +178,7 @@ def _reset():
 
     if dist.is_initialized():
         dist.group.WORLD.bound_device_id = (
-            None  # of a simulated device, for which groups of CPUs have no backend
+            None  # Groups of CPUs have no backend for a simulated device.
         )
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)

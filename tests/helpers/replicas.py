@@ -11,13 +11,14 @@ def outputs_of(model, x):
 
 def settled(net, rows=6):
     """A model that has run once, and its batch."""
-    model, x = DataParallelModel(net.to("sim:0")), torch.randn(rows, 4)
+    model = DataParallelModel(net.to("sim:0"))
+    x = torch.randn(rows, 4)
     model(x)
     return model, x
 
 
 def assert_follows(model, net, x):
-    torch.testing.assert_close(outputs_of(model, x), net(x.to("sim:0")).detach().cpu())
+    torch.testing.assert_close(outputs_of(model, x), net(x.to("sim:0")).cpu())
 
 
 def write_unseen(parameter, factor):

@@ -4,13 +4,14 @@ import contextlib
 import functools
 
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients, gradients
 from helpers.steps import run
 from torch import nn
 
 from balanced_parallel import TrainStep, parallelize, simulate
 
-ROWS = [7, 1, 5]  # of each update; with one row, a replica and a rank have none
+ROWS = [7, 1, 5]  # One number for each update. A replica and a rank have none of the single row.
 WIDTH = 12
 
 
@@ -19,12 +20,11 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.norm = (
-            nn.Linear(WIDTH, 24),
-            nn.Linear(24, WIDTH),
-            nn.LayerNorm(24),
-        )
-        self.activation, self.drop = nn.LeakyReLU(0.1), nn.Dropout(0.3)
+        self.first = nn.Linear(WIDTH, 24)
+        self.second = nn.Linear(24, WIDTH)
+        self.norm = nn.LayerNorm(24)
+        self.activation = nn.LeakyReLU(0.1)
+        self.drop = nn.Dropout(0.3)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x, *, scale):
@@ -35,10 +35,8 @@ class Block(nn.Module):
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks, self.output = (
-            nn.ModuleList([Block() for _ in range(4)]),
-            nn.Linear(WIDTH, CLASSES),
-        )
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.output = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
         for block in self.blocks:
@@ -87,7 +85,7 @@ def train(rank, world_size, name, saving, simulated=False):
             nn.CrossEntropyLoss(),
             None if world_size > 1 else ["sim:0", "sim:1"] if simulated else ["cpu"] * 2,
         )
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = sgd(net)
         step = TrainStep(
             model, criterion, optimizer, micro_batch_size=None if name == "convolutions" else 3
         )
@@ -98,7 +96,7 @@ def train(rank, world_size, name, saving, simulated=False):
             mine = slice(rank, None, world_size)
             with context():
                 loss = step(inputs[mine], targets[mine])
-            found += [loss.cpu(), *(gradient.cpu() for gradient in gradients(net))]
+            found += [loss.cpu(), *gradients(net)]
         return [*found, *(buffer.cpu() for buffer in net.buffers()), torch.rand(3)]
 
 
@@ -114,9 +112,7 @@ def without_saving(ranks, name, simulated):
 
 def assert_unchanged(ranks, name, saving, simulated=False):
     """Trains with and without a saving, in one process with two replicas or on several ranks."""
-    found, expected = (
-        run(ranks, train, name, saving, simulated),
-        without_saving(ranks, name, simulated),
-    )
+    found = run(ranks, train, name, saving, simulated)
+    expected = without_saving(ranks, name, simulated)
     for with_it, without in zip(found, expected, strict=True):
         assert_same_gradients(with_it, without)

@@ -1,32 +1,67 @@
 """Steps of the tests of ``TrainStep``, in one process or on several ranks."""
 
 import torch
-from helpers.problems import class_targets
+from helpers.optimizers import balanced_or_plain, sgd
+from helpers.problems import class_batch
 from helpers.ranks import run_ranks
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 
 
-def make_step(net, criterion=None, optimizer=None, *, devices=2, lr=0.1, split=None, **settings):
-    """Returns a step of some replicas on the CPU, or on devices. The optimizer is a plain SGD if none is given."""
+def make_step(
+    net,
+    criterion=None,
+    optimizer=None,
+    *,
+    devices=2,
+    kind=torch.optim.SGD,
+    is_balanced=False,
+    lr=0.1,
+    split=None,
+    **settings,
+):
+    """Returns a step of some replicas on the CPU, or on devices. The optimizer is a plain SGD if none is given.
+
+    Without devices, the model is on all that are there.
+    """
     if not isinstance(criterion, DataParallelCriterion):
         criterion = DataParallelCriterion(criterion or nn.CrossEntropyLoss())
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr) if optimizer is None else optimizer
-    devices = ["cpu"] * devices if isinstance(devices, int) else list(devices)
-    return TrainStep(DataParallelModel(net, devices, split=split), criterion, optimizer, **settings)
+    devices = ["cpu"] * devices if isinstance(devices, int) else devices and list(devices)
+    model = DataParallelModel(net, devices, split=split)
+    if optimizer is None:
+        optimizer = balanced_or_plain(model, kind, is_balanced, lr)
+    return TrainStep(model, criterion, optimizer, **settings)
+
+
+def parallel_step(
+    net,
+    criterion=None,
+    devices=None,
+    *,
+    strategy="auto",
+    weight=None,
+    kind=torch.optim.SGD,
+    is_balanced=False,
+    lr=0.1,
+    **settings,
+):
+    """Returns a step of a module that ``parallelize`` has wrapped: of replicas, or of this rank."""
+    criterion = criterion or nn.CrossEntropyLoss()
+    model, criterion = parallelize(net, criterion, devices, strategy=strategy, weight=weight)
+    return TrainStep(model, criterion, balanced_or_plain(model, kind, is_balanced, lr), **settings)
 
 
 def still_step(net, criterion, devices=3, **settings):
     """Returns a step of a wrapped criterion that does not change the parameters."""
-    optimizer = torch.optim.SGD([*net.parameters(), *criterion.parameters()], lr=0.0)
+    optimizer = sgd(net, criterion, lr=0.0)
     return TrainStep(DataParallelModel(net, ["cpu"] * devices), criterion, optimizer, **settings)
 
 
 def batch(number):
     """Returns a batch of seven rows, of which the first label is ignored."""
     torch.manual_seed(number)
-    return torch.randn(7, 4), class_targets(7, ignored=1)
+    return class_batch(7, ignored=1)
 
 
 def rows_of(rank, ranks):

@@ -21,11 +21,7 @@ def run_torchrun(*arguments, timeout=200, **environment):
 
 def ranks_of(*arguments):
     """Returns the script and the arguments of :class:`helpers.processes.Script` with which a script runs on ranks."""
-    alone = (
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-        f"--rdzv-id={uuid.uuid4()}",
-    )  # as --standalone
+    alone = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}")
     return Path(__file__), *alone, "--nproc-per-node=2", *arguments
 
 
@@ -47,7 +43,7 @@ def run_rank(script, *arguments):
     try:
         runpy.run_path(script, run_name="__main__")
     except Exception:
-        traceback.print_exc()  # as Python does at the end of a script
+        traceback.print_exc()
         raise
     atexit._run_exitfuncs()  # multiprocessing does not run them
 

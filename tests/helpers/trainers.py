@@ -4,6 +4,7 @@ import tempfile
 
 import torch
 import transformers
+from helpers.optimizers import sgd
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
@@ -44,7 +45,8 @@ VISION = {
     "image_size": 8,
 }
 
-MODELS = {  # of each head: class, configuration, its targets
+# Each head has a class, a configuration and targets.
+MODELS = {
     "classes": ("BertForSequenceClassification", "BertConfig", {**SIZES, "num_labels": 3}, "class"),
     "classes of gpt2": (
         "GPT2ForSequenceClassification",
@@ -131,7 +133,9 @@ def make_rows(head, number):
                 "labels": draw(2, 1)[0]
             }
         elif kind == "answer":
-            inside = draw(2, 2).bool()  # or after the text, where they do not count
+            inside = draw(
+                2, 2
+            ).bool()  # Otherwise they are after the text, where they do not count.
             row |= dict(
                 zip(
                     ("start_positions", "end_positions"),
@@ -166,7 +170,7 @@ def model_loss(model, batch):
 
 def train_plainly(model, rows, window, loss_of=model_loss, learning_rate=0.5):
     """Trains on one device, with a whole window at a time. Returns loss and norm of the gradient of each update."""
-    optimizer = torch.optim.SGD(model.parameters(), learning_rate)
+    optimizer = sgd(model, lr=learning_rate)
     numbers = []
     for start in range(0, len(rows), window):
         loss = loss_of(model.train(), pad(rows[start : start + window]))

@@ -3,7 +3,8 @@
 import copy
 
 import torch
-from helpers.problems import gradients
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal, gradients
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
@@ -101,9 +102,7 @@ def build(kind=Transformer):
 def make_step(net, devices=("cpu",) * 3, criterion=None, lr=0.0, **settings):
     model = DataParallelModel(net, list(devices))
     criterion = criterion or DataParallelCriterion(nn.CrossEntropyLoss())
-    return TrainStep(
-        model, criterion, torch.optim.SGD(net.parameters(), lr=lr), **with_cut(**settings)
-    )
+    return TrainStep(model, criterion, sgd(net, lr=lr), **with_cut(**settings))
 
 
 def plain(net, samples):
@@ -120,9 +119,7 @@ def assert_same_rows(found, expected, samples):
     """The entries of each row that are not padding."""
     for row, sample in enumerate(samples):
         length = length_of(sample)
-        torch.testing.assert_close(
-            found[row, ..., :length], expected[row, ..., :length], rtol=1e-10, atol=1e-10
-        )
+        assert_equal(found[row, ..., :length], expected[row, ..., :length])
 
 
 def with_cut(*, cost=None, collate=None, trim=None, combine=None, limit=None, **settings):

@@ -1,10 +1,13 @@
 """Batches and comparisons of training loops that differ in their devices."""
 
 import torch
-from helpers.problems import CLASSES
+from helpers.problems import CLASSES, assert_equal
 from torch import nn
 
+from balanced_parallel import simulate
+
 ROWS = 7
+SIMULATED = ["sim:0", "sim:1", "sim:2"]
 
 
 def random_batches(steps, rows=ROWS):
@@ -22,6 +25,13 @@ def values_of(*modules):
     ]
 
 
+def assert_same_on_devices(trained):
+    """Compares what ``trained(devices)`` returns for one device and for three simulated ones."""
+    expected = trained(["cpu"])
+    with simulate(3):
+        assert_equal(trained(SIMULATED), expected)
+
+
 class Head(nn.Module):
     def __init__(self):
         super().__init__()
@@ -29,10 +39,6 @@ class Head(nn.Module):
 
     def forward(self, x, y):
         return (x @ self.weight - y).square().mean()
-
-
-def assert_equal(found, expected):
-    torch.testing.assert_close(list(found), list(expected), rtol=1e-10, atol=1e-10)
 
 
 class Unrecorded(torch.optim.AdamW):

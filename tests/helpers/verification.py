@@ -31,7 +31,8 @@ def contrastive_loss(output, target):
 class TimeMajor(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lstm, self.output = nn.LSTM(4, 6), nn.Linear(6, 5)
+        self.lstm = nn.LSTM(4, 6)
+        self.output = nn.Linear(6, 5)
 
     def forward(self, x):
         return self.output(self.lstm(x)[0])

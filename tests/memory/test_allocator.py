@@ -2,30 +2,34 @@
 
 from balanced_parallel.memory.allocator import MIB, CachingAllocator, replay
 
+# Each: a name, bytes to allocate, and the MiB that are reserved then.
+STEPS = [
+    (1, 100, 2),  # a small segment
+    (2, MIB, 2),
+    (6, MIB, 4),  # the rest of the first is too small by 512 bytes
+    (3, 3 * MIB, 24),
+    (4, 17 * MIB - 1, 24),  # the rest of the 20 suffices
+    (7, 17 * MIB - 1, 42),  # a segment of its own, rounded to 2 MiB
+]
+
 
 def test_segments_are_reserved_by_the_rules_of_torch():
     allocator = CachingAllocator()
-    assert allocator.allocate(1, 100)
-    assert allocator.reserved == 2 * MIB  # a small segment
-    assert allocator.allocate(2, MIB)
-    assert allocator.reserved == 2 * MIB
-    assert allocator.allocate(6, MIB)
-    assert allocator.reserved == 4 * MIB  # the rest of the first is too small by 512 bytes
-    assert allocator.allocate(3, 3 * MIB)
-    assert allocator.reserved == 24 * MIB
-    assert allocator.allocate(4, 17 * MIB - 1)
-    assert allocator.reserved == 24 * MIB  # what is left of the 20 suffices
-    assert allocator.allocate(7, 17 * MIB - 1)
-    assert allocator.reserved == 42 * MIB  # a segment of its own, rounded to 2 MiB
-    for key in (1, 2, 3, 4, 6, 7):
+    for key, size, reserved in STEPS:
+        assert allocator.allocate(key, size)
+        assert allocator.reserved == reserved * MIB
+    for key, _, _ in STEPS:
         allocator.release(key)
     assert allocator.allocate(5, 16 * MIB)
     assert allocator.reserved == allocator.max_reserved == 42 * MIB
+
+
+def test_free_memory_is_given_back_before_the_capacity_is_reached():
     limited = CachingAllocator(30 * MIB)
     assert limited.allocate(1, 20 * MIB)
     assert not limited.allocate(2, 20 * MIB)
     limited.release(1)
-    assert limited.allocate(2, 24 * MIB)  # what is free is given back first
+    assert limited.allocate(2, 24 * MIB)
     assert replay([1, 2, -1, -2], [100, 20 * MIB]) == ([512, 20 * MIB + 512, 20 * MIB, 0], 22 * MIB)
     assert replay([1, 2], [100, 20 * MIB], 21 * MIB) is None
 
@@ -40,9 +44,8 @@ def test_stream_does_not_reuse_the_memory_of_another():
     assert replay(events, sizes).reserved == 20 * MIB
     assert replay(events, sizes, streams=[0, 0]).reserved == 20 * MIB
     assert replay(events, sizes, streams=[1, 0]).reserved == 40 * MIB
-    assert (
-        replay(events, sizes, 30 * MIB, [1, 0]).reserved == 20 * MIB
-    )  # free segments of all streams are given back
+    # Free segments of all streams are given back.
+    assert replay(events, sizes, 30 * MIB, [1, 0]).reserved == 20 * MIB
 
 
 def test_block_above_1_mib_keeps_a_remainder_of_up_to_1_mib():
@@ -58,9 +61,8 @@ def test_expandable_segments_grow_at_their_end_and_give_back_pages():
         found = replay(events, sizes, capacity, expandable=True)
         return found and found.reserved
 
-    assert (
-        reserved([1, 2, 3], [100, 2 * MIB, 17 * MIB]) == 22 * MIB
-    )  # a page for small blocks, one of 20 MiB for the others
+    # There is a page for small blocks, and one of 20 MiB for the others.
+    assert reserved([1, 2, 3], [100, 2 * MIB, 17 * MIB]) == 22 * MIB
     assert replay([1], [16_000_000], expandable=True).allocated == [16_000_000]  # a multiple of 512
     growing = [1, -1, 2, -2, 3, -3], [20 * MIB, 40 * MIB, 60 * MIB]
     assert (replay(*growing).reserved, reserved(*growing)) == (120 * MIB, 60 * MIB)

@@ -97,7 +97,8 @@ def test_unknown_accelerator_of_this_machine_is_not_planned_as_another(monkeypat
 
 @pytest.mark.usefixtures("one_trace")
 def test_gpu_estimate_has_smaller_activations_and_assumed_workspace():
-    build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
+    build = functools.partial(LanguageModel, 0.1)
+    batch = PROBLEMS["language model"][1]
     reports = {
         kind: memory.estimate(build(), F.cross_entropy, *batch(24), device_kind=kind)
         for kind in ("cpu", "h200")
@@ -133,7 +134,8 @@ class BiasedAttention(nn.Module):
 @pytest.mark.usefixtures("one_trace")
 def test_learned_bias_of_fused_attention_has_a_gradient_and_a_state():
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
-    inputs, matrix = torch.zeros(8, 64, 32), 4 * 64 * 64 * 4
+    inputs = torch.zeros(8, 64, 32)
+    matrix = 4 * 64 * 64 * 4
     learned, frozen = (
         memory.estimate(
             BiasedAttention(one), torch.sum, inputs, (), device_kind="h200", optimizer=momentum
@@ -149,10 +151,8 @@ def test_learned_bias_of_fused_attention_has_a_gradient_and_a_state():
 @pytest.mark.usefixtures("one_trace")
 def test_allocated_is_what_torch_counts():
     """Blocks of 16,000,000 bytes are 16 MiB, and a model without a matrix product has no workspace of cuBLAS."""
-    net, inputs = (
-        nn.Sequential(nn.LayerNorm(2000), nn.Linear(2000, 2000, bias=False)),
-        torch.zeros(4, 2000),
-    )
+    net = nn.Sequential(nn.LayerNorm(2000), nn.Linear(2000, 2000, bias=False))
+    inputs = torch.zeros(4, 2000)
     report = memory.estimate(
         net, torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD
     )
@@ -211,7 +211,9 @@ def test_convolutions_have_an_upper_bound_and_a_note():
         batch = torch.zeros(64, 8, 32, 32), torch.zeros(64, dtype=torch.int64)
         return memory.estimate(net, F.cross_entropy, *batch, device_kind=kind)
 
-    dense, grouped, on_cpu = estimated(), estimated(groups=8), estimated("cpu")
+    dense = estimated()
+    grouped = estimated(groups=8)
+    on_cpu = estimated("cpu")
     assert dense.at_most[0] - dense.nvidia_smi[0] == pytest.approx(
         9 / 4 * 64 * 72 * 32 * 32 * 4, rel=0.2
     )
@@ -237,5 +239,5 @@ def test_the_upper_bound_has_3d_and_dilated_convolutions(convolution, sizes, tim
     )
     assert (
         times <= (report.at_most[0] - report.nvidia_smi[0]) / (2 * batch.nbytes) <= 2 * times
-    )  # and segments that stay free
+    )  # Some segments stay free.
     assert "not counted in allocated" in report.assumed["convolutions"]

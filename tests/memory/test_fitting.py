@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from helpers.memory_problems import WordModel, peak_of_updates, tokens, words
+from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from helpers.releases import released_at_once
 from helpers.slow import slow, slow_but
@@ -43,8 +44,8 @@ def several(model):
 
 OPTIMIZERS = {
     "AdamW": adamw,
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "SGD": lambda model: sgd(model),
+    "momentum": lambda model: sgd(model, momentum=0.9),
     "groups": groups,
     "several": several,
     "BalancedOptimizer": lambda model: BalancedOptimizer(model, torch.optim.AdamW, amsgrad=True),
@@ -149,7 +150,7 @@ def test_the_cpu_needs_a_capacity():
     ):
         memory.fit(step, *words(6))
     assert step.micro_batch_size is None
-    report = memory.fit(step, *words(60), capacity="4MiB")  # of the CPU, with both replicas
+    report = memory.fit(step, *words(60), capacity="4MiB")  # Both replicas share the CPU.
     assert 1 < step.micro_batch_size < 30
     assert sum(report.allocated) <= 4 * 2**20
 
@@ -239,11 +240,3 @@ def test_a_step_that_is_limited_by_cost_is_refused():
         match="limited by cost.*: micro_batch_size='auto' finds a cost that fits as it trains",
     ):
         memory.fit(step, *words(2), capacity="1GiB")
-
-
-def test_a_model_in_place_of_a_step_raises_an_error():
-    model = DataParallelModel(nn.Linear(4, 3), ["cpu"])
-    with pytest.raises(
-        TypeError, match=r"step=DataParallelM.*, expected a TrainStep: fit\(step, inputs, targets\)"
-    ):
-        memory.fit(model, torch.zeros(4, 4), torch.zeros(4, 3), capacity="1GiB")

@@ -55,9 +55,7 @@ def test_every_saving_that_suits_the_step_is_traced_and_bytes_are_those_of_simul
     assert list(saved) == [each.saving.name for each in PLANNED if each.saving.name in saved]
     assert saved['precision="bf16"'] > 0
     assert saved["offload_activations"] == 0  # no tensor is large enough
-    assert saved.keys().isdisjoint(
-        ['strategy="fsdp"', "replace_lm_head"]
-    )  # on one device, without labels
+    assert saved.keys().isdisjoint(['strategy="fsdp"', "replace_lm_head"])
     assert not [
         name for name in saved if name.startswith("another optimizer")
     ]  # none has less state than SGD

@@ -129,7 +129,7 @@ def test_fsdp_equals_the_allocator_of_two_ranks(rows, precision, accumulate):
         "micro_batch_size": rows,
     }
     report = estimated("language model", rows * accumulate, nn.CrossEntropyLoss(), **settings)
-    # in bf16 the products of oneDNN take memory for themselves, which depends on the processor and is not counted
+    # The products of oneDNN in bf16 take memory for themselves, which depends on the processor and is not counted
     assert report.allocated[0] == pytest.approx(
         max(used), rel=0.025 if precision == "fp32" else 0.08
     )
@@ -148,7 +148,8 @@ def test_whole_parameters_of_fsdp_are_not_reserved():
 @pytest.mark.usefixtures("one_trace")
 def test_ddp_adds_communication_buckets_to_the_plain_program():
     make = functools.partial(estimated, "perceptron", 24, device_kind="cpu")
-    plain, report = make(), make(layout="ddp", devices=2)
+    plain = make()
+    report = make(layout="ddp", devices=2)
     size = sum(parameter.nbytes for parameter in PROBLEMS["perceptron"][0]().parameters())
     assert report.parts[0]["communication buckets"] + report.parts[0]["gradients"] == size
     assert plain.allocated[0] < report.allocated[0] <= plain.allocated[0] + size
@@ -266,14 +267,13 @@ def peak_of_third_update(micro_batch_size):
     inputs, targets = batch_for_buckets()
     model, criterion = parallelize(build_for_buckets(), nn.CrossEntropyLoss(), ["cpu"])
     step = TrainStep(model, criterion, sgd(model.parameters()), micro_batch_size=micro_batch_size)
-    # Not recorded: a thread of gloo releases the tensors of the constructor's broadcast, and each thread has its own profile. The
-    # reducer makes its buckets anew in the first update.
+    # Nothing is recorded yet: a thread of gloo releases the tensors of the constructor's broadcast, and has a profile of its own.
+    # The reducer makes its buckets anew in the first update.
     profile = AllocatorProfile()
     step(inputs, targets)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    profile.now = (
-        inputs.nbytes + targets.nbytes + 3 * parameters
-    )  # with the reducer's buckets and the momentum
+    # The reducer's buckets and the momentum are there.
+    profile.now = inputs.nbytes + targets.nbytes + 3 * parameters
     with profile.recorded():
         step(inputs, targets)
         gc.collect()

@@ -71,7 +71,8 @@ def test_extrapolation_with_unequal_splits():
 @pytest.mark.parametrize("length", [100, slow(300)])
 def test_the_loss_without_logits_is_a_line_below_and_above_one_chunk(length, devices):
     """Chunks have 256 rows of hidden states: more rows take no more memory for the logits."""
-    module, criterion = nn.Embedding(500, 64), savings.LinearCrossEntropy(64, 500)
+    module = nn.Embedding(500, 64)
+    criterion = savings.LinearCrossEntropy(64, 500)
     words = torch.zeros(2 * devices, length, dtype=torch.int64)
     layout = {"layout": "single"} if devices == 1 else {"layout": "replicas", "devices": devices}
     report = memory.estimate(module, criterion, words, words, device_kind="cpu", **layout)

@@ -59,10 +59,8 @@ def test_simulated_devices_need_less(name):
     settings = {"device_kind": "sim", "optimizer": torch.optim.SGD}
     report = memory.estimate(RECURRENT[name](), nn.CrossEntropyLoss(), *sequences(96), **settings)
     with simulate(1) as cluster:
-        model, criterion = (
-            DataParallelModel(RECURRENT[name]()),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DataParallelModel(RECURRENT[name]())
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         criterion(model(sequences(96)[0]), sequences(96)[1]).backward()
         assert cluster.peak[0] <= report.allocated[0] <= 1.6 * cluster.peak[0]
 

@@ -19,11 +19,9 @@ class Applying(nn.Module):
 
     def __init__(self, function, *layers, width=8):
         super().__init__()
-        self.first, self.function, self.layers = (
-            nn.Linear(width, width),
-            function,
-            nn.ModuleList(layers),
-        )
+        self.first = nn.Linear(width, width)
+        self.function = function
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, inputs):
         return self.function(self.first(inputs), *self.layers)

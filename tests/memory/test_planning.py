@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers.memory_problems import PROBLEMS, WordModel, peak_of_updates, tokens, words
 from helpers.releases import released_at_once
-from helpers.slow import slow
+from helpers.slow import slow, slow_but
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, convert_sync_batchnorm, memory, simulate
@@ -58,9 +58,7 @@ def test_plan_fits_its_capacity_and_fewer_micro_batches_do_not(capacity):
     assert max(run(plan, 60, plan.micro_batch_size)) == pytest.approx(
         max(plan.chosen.allocated), rel=0.005
     )
-    rows = -(
-        -60 // (3 * (plan.chosen.micro_batches - 1))
-    )  # of each device, in one micro-batch less
+    rows = -(-60 // (3 * (plan.chosen.micro_batches - 1)))
     assert plan.micro_batch_size < rows
     with pytest.raises(torch.OutOfMemoryError):
         run(plan, 60, rows)
@@ -248,11 +246,9 @@ def mean_of_counted(output, targets, mask):
 
 
 def test_wrapped_criterion_is_planned_and_applied_as_it_is():
-    inputs, targets, mask = (
-        torch.randn(6, 64),
-        torch.randint(10, (6,)),
-        torch.tensor([1.0, 0, 1, 1, 1, 0]),
-    )
+    inputs = torch.randn(6, 64)
+    targets = torch.randint(10, (6,))
+    mask = torch.tensor([1.0, 0, 1, 1, 1, 0])
     wrapped = DataParallelCriterion(
         mean_of_counted, weight=lambda output, targets, mask: mask.sum()
     )
@@ -272,7 +268,7 @@ def test_wrapped_criterion_is_planned_and_applied_as_it_is():
         small_net(), wrapped, device_ids=["cpu"] * 2, optimizer=torch.optim.SGD, lr=0.1
     )
     torch.testing.assert_close(
-        step(inputs, (targets, mask)), mean_of_counted(small_net()(inputs), targets, mask).detach()
+        step(inputs, (targets, mask)), mean_of_counted(small_net()(inputs), targets, mask)
     )
 
 
@@ -448,54 +444,67 @@ def test_shards_with_a_balanced_optimizer_are_a_choice(make):
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_the_state_of_8_bit_adamw_is_counted_in_its_bytes():
-    net, batch = nn.Linear(256, 256), (torch.zeros(16, 256), torch.zeros(16, 256))
+    net = nn.Linear(256, 256)
+    batch = (torch.zeros(16, 256), torch.zeros(16, 256))
     kinds = torch.optim.AdamW, importlib.import_module("torchao.optim").AdamW8bit
     parts = [memory.estimate(net, nn.MSELoss(), *batch, optimizer=make).parts[0] for make in kinds]
     assert parts[1]["optimizer state"] < 0.3 * parts[0]["optimizer state"]
 
 
-@pytest.mark.parametrize(
-    ("make", "setting"),
-    [
-        (torch.optim.AdamW, "fused=True"),
-        slow(functools.partial(torch.optim.NAdam, lr=0.01), "foreach=False"),
-    ],
-)
-def test_an_optimizer_without_temporaries_comes_before_one_on_the_host(make, setting):
-    """Plans name a fused optimizer, whose update takes the bytes of all parameters less, and say how it is made."""
+WITHOUT_TEMPORARIES = {
+    "fused=True": torch.optim.AdamW,
+    "foreach=False": functools.partial(torch.optim.NAdam, lr=0.01),
+}
+ROWS = torch.ones(2, 256)
+
+
+def squares():
+    return nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
+
+
+@functools.cache
+def without_temporaries(setting):
+    """Returns the plan of a module on meta that fits with the setting alone, without which updates take its bytes again."""
+    settings = {"optimizer": WITHOUT_TEMPORARIES[setting], "device_kind": "sim"}
     with torch.device("meta"):
-        net, rows = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), torch.zeros(2, 256)
-    settings = {"optimizer": make, "device_kind": "sim"}
+        net = squares()
+        rows = torch.zeros(2, 256)
     plain, fused = (
         memory.estimate(net, nn.MSELoss(), rows, rows, savings=savings, **settings).nvidia_smi[0]
         for savings in ((), [setting])
     )
     assert plain - fused > 0.6 * sum(each.nbytes for each in net.parameters())
-    capacity = (plain + fused) // 2
-    plan = memory.plan(net, nn.MSELoss(), rows, rows, batch_size=2, capacity=capacity, **settings)
-    assert plan.chosen.savings == (setting,)
+    settings |= {"batch_size": 2, "capacity": (plain + fused) // 2}
+    return net, memory.plan(net, nn.MSELoss(), rows, rows, **settings)
+
+
+SETTINGS = slow_but([*WITHOUT_TEMPORARIES], "fused=True")
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_an_optimizer_without_temporaries_comes_before_one_on_the_host(setting):
+    _, plan = without_temporaries(setting)
+    assert (plan.chosen.savings, plan.chosen.micro_batches) == ((setting,), 1)
     assert plan.chosen.exact
-    assert plan.chosen.micro_batches == 1
     assert not any("host" in choice.name for choice in plan.choices)
-    assert any(
-        line.startswith("optimizer = ") and line.endswith(f"{setting})") for line in plan.lines
-    )
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_lines_and_steps_of_a_plan_have_an_optimizer_without_temporaries(setting):
+    net, plan = without_temporaries(setting)
+    (line,) = [line for line in plan.lines if line.startswith("optimizer = ")]
+    assert line.endswith(f"{setting})")
     with simulate(1, plan.capacity[0]) as cluster:
-        names = {
-            "module": net,
-            "criterion": nn.MSELoss(),
-            "inputs": torch.ones(2, 256),
-            "targets": torch.ones(2, 256),
-        }
-        exec("\n".join(plan.lines), names)  # also for a module on meta
+        names = {"module": net, "criterion": nn.MSELoss(), "inputs": ROWS, "targets": ROWS}
+        exec("\n".join(plan.lines), names)
         cluster.reset_peak()
-        names["step"](torch.ones(2, 256), torch.ones(2, 256))
+        names["step"](ROWS, ROWS)
         assert cluster.peak[0] == pytest.approx(plan.chosen.allocated[0], rel=0.02)
     with simulate(1, plan.capacity[0]):
-        net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
-        *_, step = plan.apply(net, nn.MSELoss(), optimizer=getattr(make, "func", make), lr=0.01)
-        for _ in range(2):
-            assert step(torch.ones(2, 256), torch.ones(2, 256)).isfinite()
+        make = WITHOUT_TEMPORARIES[setting]
+        settings = {"optimizer": getattr(make, "func", make), "lr": 0.01}
+        *_, step = plan.apply(squares(), nn.MSELoss(), **settings)
+        assert all(step(ROWS, ROWS).isfinite() for _ in range(2))
 
 
 def test_a_plan_says_what_is_left_and_first_if_that_is_little():

@@ -30,7 +30,7 @@ def test_report_has_timeline_phases_and_source_lines():
     assert 0 < report.phases["backward"] < report.phases["update"] < len(report.timeline[0])
     sizes = [holder.bytes for holder in report.where[0]]
     assert sizes == sorted(sizes, reverse=True)
-    for where in report.where:  # of every replica
+    for where in report.where:
         assert any(
             holder.module.startswith("layers.") and holder.part == "saved activations"
             for holder in where

@@ -65,7 +65,7 @@ def trace_both(request):
     traces = (
         tracer._trace_repeated(request, rows),
         tracer._trace_whole(request, rows),
-    )  # in one line, which blocks have
+    )  # Blocks have one line for both.
     return [
         trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops)
         for trace in traces

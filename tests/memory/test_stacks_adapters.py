@@ -84,7 +84,7 @@ def test_few_blocks_with_adapters_make_the_trace_of_all(name, layout):
     traces = (
         tracer._trace_repeated(request, rows),
         tracer._trace_whole(request, rows),
-    )  # in one line, which blocks have
+    )  # Blocks have one line for both.
     repeated, whole = (
         trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops)
         for trace in traces

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from helpers.memory_problems import peak_of_updates
+from helpers.optimizers import sgd
 from helpers.releases import released_at_once
 from helpers.slow import slow
 from torch import nn
@@ -45,9 +46,7 @@ def batch(rows):
 
 def make_step(net, loss, **settings):
     model = DataParallelModel(net)
-    return TrainStep(
-        model, DataParallelCriterion(loss, **settings), torch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    return TrainStep(model, DataParallelCriterion(loss, **settings), sgd(model))
 
 
 @functools.cache
@@ -89,9 +88,11 @@ NAMES = "checkpoint_activations", "offload_activations"
 @pytest.mark.usefixtures("one_trace")
 def test_saved_bytes_are_predicted(names, devices):
     rows = 4096 if "offload_activations" in names else 1024  # tensors below 1 MiB are not offloaded
-    found, expected = predict(names, devices, rows), measure(names, devices, rows)
+    found = predict(names, devices, rows)
+    expected = measure(names, devices, rows)
     assert found == pytest.approx(expected, rel=0.02)
-    plain, measured = predict((), devices, rows), measure((), devices, rows)
+    plain = predict((), devices, rows)
+    measured = measure((), devices, rows)
     assert plain - found == pytest.approx(measured - expected, rel=0.02)
     assert found < 0.8 * plain
 
@@ -113,7 +114,8 @@ def own_loss(output, labels):
 
 @pytest.mark.usefixtures("one_trace")
 def test_a_head_without_logits_is_predicted():
-    peaks, labels = [], torch.ones(8, 64, dtype=torch.int64)
+    peaks = []
+    labels = torch.ones(8, 64, dtype=torch.int64)
     batch = {"input_ids": labels, "labels": labels}
     settings = {"optimizer": torch.optim.SGD, "device_kind": "sim"}
     for names in ((), ("replace_lm_head",)):
@@ -147,7 +149,8 @@ def test_a_plan_leaves_logits_out_where_less_does_not_fit():
     assert plan.chosen.exact
     assert plan.chosen.recomputed == 0
     assert MemoryPlan.from_json(plan.to_json()) == plan
-    net, labels = language_model(), labels[:1]
+    net = language_model()
+    labels = labels[:1]
     expected = copy.deepcopy(net)(labels, labels=labels).loss
     with simulate(1, plan.capacity[0]):
         *_, step = plan.apply(net, own_loss, optimizer=torch.optim.SGD, weight="rows", lr=0.1)
@@ -222,7 +225,7 @@ def test_plans_offload_where_less_does_not_fit():
         assert isinstance(step, SurroundedStep)
         assert 2 * moved == pytest.approx(plan.chosen.traffic, rel=0.02)
     plain = build()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = sgd(plain)
     for loss in losses:
         expected = nn.functional.mse_loss(plain(sequences(2)[0]), sequences(2)[1])
         assert loss == pytest.approx(expected.item(), rel=1e-5)
@@ -233,7 +236,8 @@ def test_plans_offload_where_less_does_not_fit():
 
 @pytest.mark.parametrize(("most", "chunk"), [(None, 256), (100, 100), (300, 256)])
 def test_a_chunk_has_no_more_rows_than_the_largest_batch(most, chunk):
-    hidden, target = torch.zeros(4, 8, requires_grad=True), torch.zeros(4, dtype=torch.int64)
+    hidden = torch.zeros(4, 8, requires_grad=True)
+    target = torch.zeros(4, dtype=torch.int64)
     problem = Problem(nn.Identity(), savings.LinearCrossEntropy(8, 600), hidden, target)
     request = make_request(problem, device_kind="sim")
     for trace in run_traces(

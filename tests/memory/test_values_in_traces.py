@@ -18,7 +18,8 @@ class Reads(nn.Module):
 
     def __init__(self, read):
         super().__init__()
-        self.layer, self.read = nn.Linear(8, 8), read
+        self.layer = nn.Linear(8, 8)
+        self.read = read
 
     def forward(self, inputs, integers):
         return self.layer(inputs) + self.read(self.layer.weight, integers).sum()

@@ -12,15 +12,21 @@ import weakref
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, build_net
 from helpers.slow import slow_but
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, simulate
 
 pytestmark = pytest.mark.usefixtures("double")
 
-DEVICES = {"three replicas": ["cpu"] * 3, "four devices": ["sim:0", "sim:1", "sim:2", "sim:3"]}
+DEVICES = {
+    "one device": ["sim:0"],
+    "three replicas": ["cpu"] * 3,
+    "four devices": ["sim:0", "sim:1", "sim:2", "sim:3"],
+}
 
 
 class Loop:
@@ -31,7 +37,8 @@ class Loop:
         self.device = self.net[0].weight.device
         self.parameters = list(self.net.parameters())
         if devices is None:
-            self.model, self.criterion = self.net, nn.CrossEntropyLoss()
+            self.model = self.net
+            self.criterion = nn.CrossEntropyLoss()
             self.optimizer = kind(self.parameters, **settings)
         else:
             self.model = DataParallelModel(self.net, devices)
@@ -211,7 +218,8 @@ def hold_gradients(loop):
 
 
 def two_losses(loop):
-    first, second = loop.loss(), loop.loss()
+    first = loop.loss()
+    second = loop.loss()
     first.backward()
     second.backward()
     loop.note(loop.parameters[2].grad.norm())
@@ -399,18 +407,18 @@ def assert_equal_to_the_plain_program(
     expected = run(None, lines, clear, kind=kind, **settings)
     with simulate(4):
         result = run(DEVICES[devices], lines, clear, kind=kind, shard=shard, **settings)
-    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
+    assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("lines", LINES, ids=lambda lines: lines.__name__)
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", slow_but([*DEVICES], "three replicas", "four devices"))
 def test_lines_equal_the_plain_program(devices, lines):
     assert_equal_to_the_plain_program(devices, lines, "optimizer")
 
 
 @pytest.mark.parametrize("clear", CLEARS)
-@pytest.mark.parametrize("devices", slow_but([*DEVICES], "four devices"))
+@pytest.mark.parametrize("devices", slow_but([*DEVICES], "one device", "four devices"))
 def test_gradients_are_cleared_as_in_the_plain_program(devices, clear):
     assert_equal_to_the_plain_program(devices, clip_by_norm, clear)
     assert_equal_to_the_plain_program(devices, accumulate_without_reduction, clear)
@@ -461,13 +469,14 @@ def test_complex_gradients_may_be_conjugated():
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
         model(torch.randn(6, 2, dtype=torch.complex128)).gather("cpu").abs().sum().backward()
-        gradient, expected = net.weight.grad, net.weight.grad.clone()
+        gradient = net.weight.grad
+        expected = net.weight.grad.clone()
         for each in (gradient, expected):
             each.conj().add_(1j)
             each.imag.mul_(2)
             each.mul_(each.mT.conj().sum())
-        torch.testing.assert_close(gradient.clone(), expected)
-        torch.testing.assert_close(gradient.conj() * gradient, expected.conj() * expected)
+        assert_close(gradient.clone(), expected)
+        assert_close(gradient.conj() * gradient, expected.conj() * expected)
         optimizer.step()
 
 
@@ -488,13 +497,15 @@ def test_a_model_may_be_frozen_for_a_while():
     def train(devices):
         nets = build_net(4), build_net(1)
         if devices is None:
-            models, criterion = nets, nn.MSELoss()
-            optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+            models = nets
+            criterion = nn.MSELoss()
+            optimizers = [sgd(net) for net in nets]
         else:
             models = [DataParallelModel(net, devices) for net in nets]
             criterion = DataParallelCriterion(nn.MSELoss())
             optimizers = [BalancedOptimizer(model, torch.optim.SGD, lr=0.1) for model in models]
-        x, y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.ones(9, 1)
+        x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+        y = torch.ones(9, 1)
         for is_frozen in (True, False, True):
             nets[1].requires_grad_(not is_frozen)
             optimizers[is_frozen - 1].zero_grad()
@@ -506,7 +517,7 @@ def test_a_model_may_be_frozen_for_a_while():
 
     expected = train(None)
     with simulate(3):
-        torch.testing.assert_close(train([0, 1, 2]), expected)
+        assert_close(train([0, 1, 2]), expected)
 
 
 def test_parameters_without_elements_do_not_hinder_an_optimizer():

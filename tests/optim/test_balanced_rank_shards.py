@@ -4,50 +4,49 @@ import itertools
 
 import pytest
 import torch
-from helpers.optimizers import ToStart
+from helpers.fsdp import whole
+from helpers.optimizers import ToStart, sgd
 from helpers.problems import build_net
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.slow import slow_but
+from helpers.steps import parallel_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing import assert_close
 
 from balanced_parallel import BalancedOptimizer, TrainStep, parallelize
 from balanced_parallel.optim import balanced
 
-KINDS = {"SGD": torch.optim.SGD, "Adafactor": torch.optim.Adafactor}
+KINDS = ["SGD", "Adafactor"]
 
 
-def check_averages(rank):
+@on_ranks(2)
+def test_averages_of_shards_equal_those_of_the_plain_program(rank):
     torch.set_default_dtype(torch.float64)
-    net, plain = build_net(), build_net()
+    net = build_net()
+    plain = build_net()
     average = get_ema_multi_avg_fn(0.9)
     averaged, expected = (
         AveragedModel(each, multi_avg_fn=average, use_buffers=True) for each in (net, plain)
     )
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
     parallelize(averaged.module, device_ids=["cpu"], strategy="fsdp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    step = parallel_step(net, devices=["cpu"], strategy="fsdp")
+    optimizer = sgd(plain)
     torch.manual_seed(0)
-    x, y = torch.randn(6, 4), torch.randint(5, (6,))
+    x = torch.randn(6, 4)
+    y = torch.randint(5, (6,))
     for _ in range(3):
         step(x.split([4, 2])[rank], y.split([4, 2])[rank])
-        averaged.update_parameters(model.module)
+        averaged.update_parameters(step.model.module)
         optimizer.zero_grad()
         nn.functional.cross_entropy(plain(x), y).backward()
         optimizer.step()
         expected.update_parameters(plain)
     state = get_model_state_dict(averaged, options=StateDictOptions(full_state_dict=True))
-    torch.testing.assert_close(
-        dict(state) if rank == 0 else {}, dict(expected.state_dict()) if rank == 0 else {}
-    )
-    torch.testing.assert_close(averaged(x), expected(x))
+    assert_close(dict(state) if rank == 0 else {}, dict(expected.state_dict()) if rank == 0 else {})
+    assert_close(averaged(x), expected(x))
     assert next(averaged.parameters()).to_local().numel() < next(plain.parameters()).numel()
-
-
-def test_averages_of_shards_equal_those_of_the_plain_program():
-    run_ranks(2, check_averages)
 
 
 def update_by_hand(model, criterion, optimizer, batches):
@@ -62,12 +61,19 @@ def update_by_hand(model, criterion, optimizer, batches):
         nn.utils.clip_grad_value_(model.parameters(), 0.05)
         optimizer.step()
         model.zero_grad(set_to_none=number % 2 == 0)
-    return [float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) for norm in norms]
+    return [float(whole(norm)) for norm in norms]
 
 
-def check_loop(rank, strategy, kind):
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    slow_but([*itertools.product(["ddp", "fsdp"], KINDS)], ("ddp", "Adafactor"), ("fsdp", "SGD")),
+)
+@on_ranks(2)
+def test_old_loops_of_ranks_equal_the_plain_program(rank, strategy, kind):
     torch.set_default_dtype(torch.float64)
-    plain, net = build_net(), build_net()
+    kind = getattr(torch.optim, kind)
+    plain = build_net()
+    net = build_net()
     generator = torch.Generator().manual_seed(3)
     batches = [
         (torch.randn(7, 4, generator=generator), torch.randint(5, (7,), generator=generator))
@@ -83,37 +89,25 @@ def check_loop(rank, strategy, kind):
         for (x, y), size in zip(batches, rows, strict=True)
     ]
     optimizer = BalancedOptimizer(model, kind, lr=0.1)
-    torch.testing.assert_close(update_by_hand(model, criterion, optimizer, parts), expected)
+    assert_close(update_by_hand(model, criterion, optimizer, parts), expected)
     for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(balanced._whole(parameter), other.detach())
+        assert_close(balanced._whole(parameter), other)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind"),
-    slow_but([*itertools.product(["ddp", "fsdp"], KINDS)], ("ddp", "Adafactor"), ("fsdp", "SGD")),
-)
-def test_old_loops_of_ranks_equal_the_plain_program(strategy, kind):
-    run_ranks(2, check_loop, strategy, KINDS[kind])
-
-
-def gathered_shapes(rank):
-    """Returns the shapes that a step of Adafactor gathers, with a frozen layer."""
+@on_ranks(2)
+def test_frozen_shards_are_not_gathered(rank):
     net = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 5)).requires_grad_(False)
     net[1].requires_grad_(True)
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
-    step = TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.Adafactor, lr=0.1))
+    step = parallel_step(
+        net, devices=["cpu"], strategy="fsdp", kind=torch.optim.Adafactor, is_balanced=True
+    )
     shapes, whole = [], balanced._whole
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             balanced, "_whole", lambda tensor: shapes.append(tuple(tensor.shape)) or whole(tensor)
         )
         step(torch.randn(3, 4), torch.tensor([0, 1, 2]))
-    return shapes
-
-
-def test_frozen_shards_are_not_gathered():
-    for shapes in run_ranks(2, gathered_shapes):
-        assert shapes == [(5, 32), (5, 32), (5,), (5,)]  # values and gradients
+    assert shapes == [(5, 32), (5, 32), (5,), (5,)]  # values and gradients
 
 
 class Together(ToStart):
@@ -125,7 +119,8 @@ class Together(ToStart):
         super().step()
 
 
-def check_refusals(rank):
+@on_ranks(2)
+def test_inexact_optimizers_of_ranks_raise_an_error(rank):
     net = nn.Sequential(nn.Linear(4, 4, bias=False))
     model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy="fsdp")
     with pytest.raises(TypeError, match="Muon over shards of strategy='fsdp' differs by percents"):
@@ -140,7 +135,3 @@ def check_refusals(rank):
         match="Together with shard='parameters' differs from Together over the whole model",
     ):
         BalancedOptimizer(model, Together)
-
-
-def test_inexact_optimizers_of_ranks_raise_an_error():
-    run_ranks(2, check_refusals)

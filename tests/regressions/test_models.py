@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.problems import assert_same_gradients, build_net, gradients
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, Whole, simulate
 
@@ -21,7 +22,9 @@ class TestChains:
     @pytest.mark.parametrize("split", [None, [1, 4, 2]])
     def test_outputs_can_be_inputs_of_another_model(self, split):
         """netD(netG(z)), also where the two share rows in another way."""
-        generator, critic, z = build_net(4), build_net(1), torch.randn(9, 4)
+        generator = build_net(4)
+        critic = build_net(1)
+        z = torch.randn(9, 4)
         critic(generator(z)).pow(2).mean().backward()
         expected = gradients(generator, critic)
         generator.zero_grad()
@@ -38,7 +41,9 @@ class TestChains:
         assert all(one is other for one, other in zip(model(outputs), outputs, strict=True))
 
     def test_outputs_can_be_targets(self):
-        student, teacher, x = build_net(), build_net(), torch.randn(7, 4)
+        student = build_net()
+        teacher = build_net()
+        x = torch.randn(7, 4)
         with torch.no_grad():
             wanted = DataParallelModel(teacher, CPUS, split=[3, 1, 1])(x)
         plain = lambda student: F.mse_loss(student(x), teacher(x).detach())  # noqa: E731
@@ -55,16 +60,14 @@ class TestChains:
         lstm = nn.LSTM(4, 6)
         model = DataParallelModel(lstm, CPUS, dim=1, out_dims=(1, (1, 1)))
         x = torch.randn(5, 7, 4)
-        state, plain = (
-            (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6)),
-            (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6)),
-        )
+        state = (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6))
+        plain = (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6))
         for _ in range(3):
             outputs = model(x, state)
             expected, plain = lstm(x, plain)
             _, state = outputs.unzip()
-            torch.testing.assert_close(outputs.gather()[0], expected)
-            torch.testing.assert_close(outputs.map(lambda output: output[1], dim=1).gather(), plain)
+            assert_close(outputs.gather()[0], expected)
+            assert_close(outputs.map(lambda output: output[1], dim=1).gather(), plain)
         with pytest.raises(ValueError, match=r"map\(function, dim=...\)"):
             outputs.map(lambda output: output[0])
 
@@ -73,7 +76,8 @@ class TestMethods:
     class TwoTowers(nn.Module):
         def __init__(self):
             super().__init__()
-            self.image, self.text = build_net(), build_net()
+            self.image = build_net()
+            self.text = build_net()
 
         def encode_image(self, x, *, scale=1):
             return self.image(x) * scale
@@ -82,7 +86,8 @@ class TestMethods:
             return self.text(x)
 
     def test_call_splits_the_arguments_of_a_method(self):
-        module, x = self.TwoTowers(), torch.randn(7, 4)
+        module = self.TwoTowers()
+        x = torch.randn(7, 4)
         call = functools.partial(DataParallelModel(module, CPUS).call, "encode_image", scale=2)
         criterion = DataParallelCriterion(lambda output: output.pow(2).mean(), weight="rows")
         assert_equal_program(
@@ -95,13 +100,12 @@ class TestMethods:
         assert call(x).sizes == (3, 2, 2)
 
     def test_marks_apply_to_methods_and_missing_methods_are_an_error(self):
-        module, x = self.TwoTowers(), torch.randn(7, 4)
+        module = self.TwoTowers()
+        x = torch.randn(7, 4)
         module.scaled = lambda x, scale: module.image(x) * scale.sum()
         scale = torch.rand(3)
         named = DataParallelModel(module, CPUS)
-        torch.testing.assert_close(
-            named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale)
-        )
+        assert_close(named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale))
         with pytest.raises(
             AttributeError, match="'TwoTowers' object has no attribute 'encode_audio'"
         ):
@@ -128,7 +132,8 @@ class TestDevices:
     def test_outputs_move_only_if_the_split_differs(self):
         torch.set_default_dtype(torch.float32)
         with simulate(devices=3) as cluster:
-            generator, critic = DataParallelModel(build_net(4)), DataParallelModel(build_net(1))
+            generator = DataParallelModel(build_net(4))
+            critic = DataParallelModel(build_net(1))
             uneven = DataParallelModel(build_net(1), split=[1, 1, 5])
             fake = generator(torch.randn(9, 4))
             with critic.no_sync(), uneven.no_sync():

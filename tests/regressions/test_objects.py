@@ -8,6 +8,7 @@ import torch
 from helpers.loops import CPUS, Calls
 from helpers.problems import build_net
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelModel, Rows, Whole, scatter
 
@@ -61,7 +62,8 @@ class Sum(nn.Module):
 
 @pytest.mark.parametrize("kind", [Graphs, Slots, MoreSlots, Rowwise])
 def test_objects_that_hold_tensors_are_refused(kind):
-    model, x = DataParallelModel(Sum(), CPUS), torch.ones(6, 4)
+    model = DataParallelModel(Sum(), CPUS)
+    x = torch.ones(6, 4)
     with pytest.raises(
         TypeError,
         match=rf"inputs\[0\] is an object of type {kind.__name__} that holds tensors.*Rows\(list\)",
@@ -76,10 +78,8 @@ def test_objects_that_hold_tensors_are_refused(kind):
 
 
 def test_functions_go_to_every_replica():
-    model, weight = (
-        DataParallelModel(Calls(lambda _, x, function: function(x)), CPUS),
-        torch.full((4,), 2.0),
-    )
+    model = DataParallelModel(Calls(lambda _, x, function: function(x)), CPUS)
+    weight = torch.full((4,), 2.0)
     for function in (
         torch.relu,
         lambda x: x * weight,
@@ -112,15 +112,14 @@ TENSORS = {  # a function that makes it, and its name in the error
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_of_other_kinds_are_split_or_refused(name):
     make, kind = TENSORS[name]
-    x, model = make(), DataParallelModel(nn.Identity(), CPUS)
+    x = make()
+    model = DataParallelModel(nn.Identity(), CPUS)
     assert DataParallelModel(nn.Identity(), ["cpu"])(x)[0] is x
     pair = DataParallelModel(Calls(lambda _, rows, whole: (rows, whole)), CPUS)
     assert all(output is x for output in pair(torch.ones(6, 4), Whole(x)).unzip()[1])
     if kind is None:
         whole = model(x).gather()
-        torch.testing.assert_close(
-            *(tensor.dequantize() if x.is_quantized else tensor for tensor in (whole, x))
-        )
+        assert_close(*(tensor.dequantize() if x.is_quantized else tensor for tensor in (whole, x)))
         return
     with pytest.raises(
         TypeError,
@@ -137,7 +136,7 @@ def test_a_tuple_of_mappings_is_accepted_where_a_list_may_have_one_for_each_row(
         DataParallelModel(nn.Identity(), CPUS)(entries)
     outputs = DataParallelModel(nn.Identity(), CPUS)(tuple(entries)).gather()
     for output, entry in zip(outputs, entries, strict=True):
-        torch.testing.assert_close(output["x"], entry["x"])
+        assert_close(output["x"], entry["x"])
 
 
 def test_weights_of_devices_without_an_order_are_refused():

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls, assert_equal_program
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
+from helpers.optimizers import sgd
+from helpers.problems import CLASSES, assert_same_gradients, build_net, class_batch, gradients
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -27,12 +29,13 @@ class TestListOutputs:
     def stacks(self):
         return Calls(
             lambda net, x: [net(x), net(x * 2), net(x * 3)]
-        )  # as many as there are devices
+        )  # There are as many as devices.
 
     @pytest.mark.parametrize("rows", [6, 7])
     def test_criterion_on_the_outputs_of_one_replica_raises_an_error(self, rows):
         """6 rows on 3 devices: three outputs of one replica have the shapes of one output of each replica."""
-        x, target = torch.randn(rows, 4), torch.rand(rows, CLASSES)
+        x = torch.randn(rows, 4)
+        target = torch.rand(rows, CLASSES)
         criterion = DataParallelCriterion(nn.MSELoss())
         outputs = DataParallelModel(self.stacks(), CPUS)(x)
         message = r"3 outputs with [23] rows each, all on cpu: .* or 3 outputs of one replica, .*outputs\.map.*unzip"
@@ -47,17 +50,17 @@ class TestListOutputs:
             criterion(outputs[0], target[:3])  # [1, CLASSES] beside [3, CLASSES] would be broadcast
 
     def test_lists_with_one_output_on_each_device_equal_the_plain_program(self):
-        module, x, target = self.stacks(), torch.randn(6, 4), torch.rand(6, CLASSES)
+        module = self.stacks()
+        x = torch.randn(6, 4)
+        target = torch.rand(6, CLASSES)
         expected = sum(F.mse_loss(output, target) for output in module(x))
         with simulate(3) as cluster:
-            criterion, outputs = (
-                DataParallelCriterion(nn.MSELoss()),
-                DataParallelModel(module, cluster.devices)(x),
-            )
+            criterion = DataParallelCriterion(nn.MSELoss())
+            outputs = DataParallelModel(module, cluster.devices)(x)
             losses = [
                 criterion([output[stack] for output in outputs], target) for stack in range(3)
             ]
-            torch.testing.assert_close(sum(losses).cpu(), expected)
+            assert_close(sum(losses).cpu(), expected)
             with pytest.raises(ValueError, match="3 outputs with 2 rows each, all on sim:1"):
                 criterion(outputs[1], target)
 
@@ -68,19 +71,15 @@ class TestListOutputs:
                 F.mse_loss(output, target) for output, target in zip(outputs, targets, strict=True)
             )
 
-        module, x, targets = (
-            self.stacks(),
-            torch.randn(11, 4),
-            [torch.rand(11, CLASSES) for _ in range(3)],
-        )
+        module = self.stacks()
+        x = torch.randn(11, 4)
+        targets = [torch.rand(11, CLASSES) for _ in range(3)]
         split = DataParallelCriterion(loss, weight="rows")
         assert_equal_program(module, split, lambda module: loss(module(x), targets), [x], [targets])
-        model, optimizer = (
-            DataParallelModel(module, CPUS),
-            torch.optim.SGD(module.parameters(), lr=0.0),
-        )
+        model = DataParallelModel(module, CPUS)
+        optimizer = sgd(module, lr=0.0)
         step = TrainStep(model, split, optimizer, micro_batch_size=micro_batch_size)
-        torch.testing.assert_close(step(x, targets), loss(module(x), targets).detach())
+        assert_close(step(x, targets), loss(module(x), targets))
         with pytest.raises(
             ValueError, match="a list of 3 entries of one type"
         ):  # they may be the three rows
@@ -97,18 +96,17 @@ class TestListOutputs:
             ValueError, match=r"3 outputs with no rows, and targets with 7.*outputs\.map"
         ):
             criterion(list(outputs), torch.rand(7))
-        torch.testing.assert_close(
+        assert_close(
             criterion(outputs, torch.rand(7)), (5 * outputs[0] + outputs[1] + outputs[2]) / 7
         )
 
     def test_gathered_outputs_are_accepted_by_the_criterion(self):
-        net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
+        net = build_net()
+        x, target = class_batch(7)
         whole = DataParallelModel(net, CPUS)(x).gather()
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        torch.testing.assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
-        torch.testing.assert_close(
-            criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target)
-        )
+        assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
+        assert_close(criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target))
 
 
 class TestPerReplica:
@@ -160,7 +158,8 @@ class TestPerReplica:
 
     def test_gradient_penalty_equals_the_plain_program(self):
         """WGAN-GP takes the gradient of a gradient with respect to the inputs."""
-        net, x = build_net(1), torch.randn(7, 4, requires_grad=True)
+        net = build_net(1)
+        x = torch.randn(7, 4, requires_grad=True)
         (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
         penalty = (slope.norm(dim=1) - 1).pow(2).mean()
         penalty.backward()
@@ -170,7 +169,7 @@ class TestPerReplica:
         (slope,) = torch.autograd.grad(scores, x, scores.map(torch.ones_like), create_graph=True)
         found = (slope.norm(dim=1) - 1).pow(2).mean()
         found.backward()
-        torch.testing.assert_close(found, penalty)
+        assert_close(found, penalty)
         assert_same_gradients(gradients(net), expected)
 
 
@@ -182,7 +181,8 @@ def stacked(outputs, target, loss):
     return sum(loss(output, target) for output in outputs)
 
 
-LOSS, PRODUCT = DataParallelCriterion(nn.MSELoss()), DataParallelCriterion(product, weight="rows")
+LOSS = DataParallelCriterion(nn.MSELoss())
+PRODUCT = DataParallelCriterion(product, weight="rows")
 LOOPS = {  # the outputs of a model, the loss of the replicas' outputs, the loss of the plain program
     "map": (
         lambda net, x: net(x),
@@ -212,7 +212,8 @@ LOOPS = {  # the outputs of a model, the loss of the replicas' outputs, the loss
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_over_outputs_equal_the_plain_program(name):
     function, split, plain = LOOPS[name]
-    x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+    x = torch.randn(7, 4)
+    target = torch.rand(7, CLASSES)
     assert_equal_program(
         Calls(function), split, lambda module: plain(module(x), target), [x], [target]
     )

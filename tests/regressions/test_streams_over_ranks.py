@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.pages import blocks
-from helpers.problems import build_net, class_targets
+from helpers.problems import assert_equal, build_net, class_targets
 from helpers.ranks import run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from balanced_parallel import ByCost, TrainStep, parallelize
+from balanced_parallel import ByCost
 
 BATCH = 4
 
@@ -20,10 +22,8 @@ def until_all_end(*arguments):
         block for block in blocks("docs/torchrun.md", "python") if "def until_all_end" in block
     ]
     names = {}
-    imports, function = (
-        block[: block.index("class Stream")],
-        block[block.index("def until_all_end") : block.index("no_rows = ")],
-    )
+    imports = block[: block.index("class Stream")]
+    function = block[block.index("def until_all_end") : block.index("no_rows = ")]
     exec("import torch\nfrom balanced_parallel import gather\n" + imports + function, names)
     return names["until_all_end"](*arguments)
 
@@ -47,16 +47,19 @@ class Stream(IterableDataset):
 
 def train(rank, strategy, lengths, by_cost):
     net = build_net().double()
-    model, criterion = parallelize(
-        net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
-    )
     cut = (
         ByCost(lambda row: 1.0, collate=torch.utils.data.default_collate, limit=3)
         if by_cost
         else None
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    step = TrainStep(model, criterion, optimizer, cut=cut, micro_batch_size=None if by_cost else 3)
+    step = parallel_step(
+        net,
+        devices=["cpu"],
+        strategy=strategy,
+        lr=0.5,
+        cut=cut,
+        micro_batch_size=None if by_cost else 3,
+    )
     loader = DataLoader(
         Stream(rank, lengths[rank]), batch_size=BATCH, collate_fn=list if by_cost else None
     )
@@ -69,7 +72,8 @@ def train(rank, strategy, lengths, by_cost):
 def plain(lengths):
     """The plain program: each batch has the rows that the ranks still have."""
     net = build_net().double()
-    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.5), []
+    optimizer = sgd(net, lr=0.5)
+    losses = []
     for start in range(0, max(lengths), BATCH):
         rows = [
             row
@@ -91,7 +95,7 @@ def plain(lengths):
 def test_every_rank_steps_until_all_streams_end(strategy, lengths, by_cost):
     expected = plain(lengths)
     for losses in run_ranks(2, train, strategy, lengths, by_cost):
-        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+        assert_equal(losses, expected)
 
 
 def test_one_process_needs_no_other_rank():

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.loops import CPUS, Calls
+from helpers.optimizers import sgd
 from helpers.pages import PAGES
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
@@ -46,7 +47,7 @@ IN_FILES = {  # need CUDA, or a machine or a rank that ends: the files of torch 
     "Cannot re-initialize CUDA in forked subprocess": "cuda/__init__.py",
     "Connection closed by peer": "lib/libtorch_cpu.so",
 }
-OF_GPUS = {  # of CUDA and NCCL
+OF_GPUS = {
     "CUDA error: device-side assert triggered",
     "Watchdog caught collective operation timeout",
     "ncclRemoteError",
@@ -66,7 +67,8 @@ OF_RANKS = {
     "Timed out waiting",
 }
 
-INPUTS, TARGETS = torch.ones(4, 4), torch.tensor([0, 1, 2, 0])
+INPUTS = torch.ones(4, 4)
+TARGETS = torch.tensor([0, 1, 2, 0])
 MEMORY = "256KiB"
 CE = nn.CrossEntropyLoss()
 
@@ -83,9 +85,7 @@ def make_model(function=lambda net, x: net(x), devices=("cpu", "cpu"), **setting
 
 
 def make_step(model, loss=CE, **settings):
-    return TrainStep(
-        model, DataParallelCriterion(loss), torch.optim.SGD(model.parameters(), lr=0.1), **settings
-    )
+    return TrainStep(model, DataParallelCriterion(loss), sgd(model), **settings)
 
 
 def plain_loss(function=lambda net, x: net(x)):
@@ -112,7 +112,9 @@ class Recurrent(nn.Module):
 
     def __init__(self, *, is_detached):
         super().__init__()
-        self.scores, self.state, self.is_detached = nn.Linear(4, 3), 0, is_detached
+        self.scores = nn.Linear(4, 3)
+        self.state = 0
+        self.is_detached = is_detached
 
     def forward(self, inputs):
         scores = self.scores(inputs) + self.state
@@ -127,7 +129,8 @@ def twice(model):
 
 
 def total(detach):
-    model, criterion = make_model(), DataParallelCriterion(CE)
+    model = make_model()
+    criterion = DataParallelCriterion(CE)
     whole = torch.zeros(())
     for _ in range(2):
         loss = criterion(model(INPUTS), TARGETS)
@@ -137,9 +140,11 @@ def total(detach):
 
 
 def two_losses(way):
-    model, criterion = make_model(), DataParallelCriterion(CE)
+    model = make_model()
+    criterion = DataParallelCriterion(CE)
     hidden = model(INPUTS)
-    first, second = criterion(hidden, TARGETS), criterion(hidden, 2 - TARGETS)
+    first = criterion(hidden, TARGETS)
+    second = criterion(hidden, 2 - TARGETS)
     if way == "sum":
         (first + second).backward()
     else:
@@ -485,7 +490,8 @@ class Unused(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.scores, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.scores = nn.Linear(4, 3)
+        self.unused = nn.Linear(4, 3)
 
     def forward(self, inputs):
         return self.scores(inputs)

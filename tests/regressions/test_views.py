@@ -5,15 +5,17 @@ import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls
 from helpers.problems import (
+    assert_equal,
     assert_same_gradients,
     build_net,
     class_targets,
     gradients,
     plain_program,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.steps import still_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, parallelize
 
@@ -60,26 +62,28 @@ def test_gather_refuses_several_rows_for_each_row():
 
 
 def test_both_named_ways_equal_the_plain_program():
-    x, net = torch.randn(7, 4), views()
+    x = torch.randn(7, 4)
+    net = views()
     expected = net(x)
     chunks = DataParallelModel(views(lambda out: out.chunk(2)), CPUS)
-    torch.testing.assert_close(torch.cat(gather(chunks(x))), expected)
+    assert_close(torch.cat(gather(chunks(x))), expected)
     by_view = [
         row + 7 * view for rows in ([0, 1, 2], [3, 4], [5, 6]) for view in (0, 1) for row in rows
     ]
-    torch.testing.assert_close(DataParallelModel(net, CPUS)(x).in_order(by_view).gather(), expected)
+    assert_close(DataParallelModel(net, CPUS)(x).in_order(by_view).gather(), expected)
 
 
 def test_tokens_are_gathered_with_an_order_and_need_none_in_a_criterion():
     """The tokens of a row are beside each other."""
     net = Calls(lambda net, x: net(torch.stack([x, x * 2, x * 3], 1)).flatten(0, 1))
-    x, targets = torch.randn(7, 4), class_targets(21)
+    x = torch.randn(7, 4)
+    targets = class_targets(21)
     model = DataParallelModel(net, CPUS)
     with pytest.raises(ValueError, match=r"3 for each.*in_order\(range\(21\)\)"):
         gather(model(x))
-    torch.testing.assert_close(model(x).in_order(range(21)).gather(), net(x))
+    assert_close(model(x).in_order(range(21)).gather(), net(x))
     loss = DataParallelCriterion(nn.CrossEntropyLoss())(model(x), targets)
-    torch.testing.assert_close(loss, F.cross_entropy(net(x), targets))
+    assert_close(loss, F.cross_entropy(net(x), targets))
 
 
 def test_other_numbers_of_rows_are_gathered_as_they_are():
@@ -93,12 +97,10 @@ def test_other_numbers_of_rows_are_gathered_as_they_are():
     ("devices", "size"), [(3, None), (1, 3)], ids=["replicas", "micro-batches"]
 )
 def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
-    x, target, net, pair = (
-        torch.randn(6, 4),
-        torch.randint(5, (6,)),
-        views(),
-        views(lambda out: out.chunk(2)),
-    )
+    x = torch.randn(6, 4)
+    target = torch.randint(5, (6,))
+    net = views()
+    pair = views(lambda out: out.chunk(2))
     loss, expected = plain_program(net, contrast, x, target)
     with pytest.raises(ValueError, match=r"rows of the batch, 2 for each.*return out\.chunk\(2\)"):
         still_step(
@@ -107,15 +109,16 @@ def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
     found = still_step(
         pair, DataParallelCriterion(contrast_of_pair, whole=True), devices, micro_batch_size=size
     )(x, target)
-    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    assert_equal(found, loss)
     assert_same_gradients(gradients(pair), expected)
-    torch.testing.assert_close(
+    assert_close(
         DataParallelCriterion(contrast, whole=True)(DataParallelModel(views(), ["cpu"])(x), target),
         loss,
     )
 
 
-def check_ranks(rank):
+@on_ranks(2, timeout=30)
+def test_all_ranks_refuse_several_rows_for_each_row(rank):
     """Each rank has one replica, and rank 1 no rows: all of them raise the error."""
     torch.set_default_dtype(torch.float64)
     model, criterion = parallelize(views(), DataParallelCriterion(contrast, whole=True))
@@ -127,12 +130,6 @@ def check_ranks(rank):
     ):
         with pytest.raises(ValueError, match="2 for each"):
             use()
-    return True
-
-
-@pytest.mark.timeout(60)
-def test_all_ranks_refuse_several_rows_for_each_row():
-    assert run_ranks(2, check_ranks, timeout=30) == [True, True]
 
 
 @pytest.mark.parametrize(

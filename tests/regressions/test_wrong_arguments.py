@@ -34,6 +34,7 @@ from balanced_parallel import (
     verify,
     weighted_mean,
 )
+from balanced_parallel.savings.linear_cross_entropy import linear_cross_entropy
 
 SGD = torch.optim.SGD
 
@@ -52,13 +53,18 @@ def make_step(model=None, criterion=None, optimizer=SGD, **settings):
     )
 
 
-INPUTS, TARGETS = torch.ones(7, 4), torch.zeros(7, dtype=torch.int64)
+INPUTS = torch.ones(7, 4)
+TARGETS = torch.zeros(7, dtype=torch.int64)
 
 
 def criterion_on(loss, *targets, outputs=None, **settings):
     return DataParallelCriterion(loss, **settings)(
         make_model()(INPUTS) if outputs is None else outputs, *targets
     )
+
+
+def chunked(targets=TARGETS, **settings):
+    return linear_cross_entropy(INPUTS, torch.ones(3, 4), targets, **settings)
 
 
 def mappings():
@@ -70,11 +76,9 @@ def lists():
     return model(Rows([torch.ones(length, 4) for length in (3, 1, 5, 2)]))
 
 
-CE, ADAMW, PAIRS = (
-    nn.CrossEntropyLoss(),
-    torch.optim.AdamW,
-    [{"similarity": torch.zeros(size, size)} for size in (2, 1)],
-)
+CE = nn.CrossEntropyLoss()
+ADAMW = torch.optim.AdamW
+PAIRS = [{"similarity": torch.zeros(size, size)} for size in (2, 1)]
 STEP_LR = torch.optim.lr_scheduler.StepLR
 
 
@@ -90,7 +94,7 @@ ERRORS = {
         criterion_on(CE)
     ),
     r"targets\[0\] is an array of shape \(7,\)": lambda: make_step()(INPUTS, TARGETS.numpy()),
-    # of torch
+    # Torch raises this one.
     r"no data! Please use torch\.nn\.Module\.to_empty\(\)": lambda: DataParallelModel(
         nn.Linear(4, 3, device="meta"), CPUS
     ),
@@ -119,6 +123,83 @@ ERRORS = {
     ),
     "LBFGS evaluates the loss several times per step, and TrainStep once": lambda: make_step(
         optimizer=torch.optim.LBFGS
+    ),
+    "the model is a Linear, expected a DataParallelModel or the model that par": lambda: TrainStep(
+        nn.Linear(4, 3), DataParallelCriterion(CE), SGD([INPUTS])
+    ),
+    "the criterion is a MSELoss, expected a DataParallelCriterion": lambda: make_step(
+        criterion=nn.MSELoss()
+    ),
+    "the targets have 6 rows, but the inputs have 7": lambda: make_step()(INPUTS, TARGETS[1:]),
+    "reduction='none', expected a scalar loss": lambda: make_step(
+        criterion=DataParallelCriterion(nn.MSELoss(reduction="none"))
+    )(INPUTS, torch.ones(7, 3)),
+    "precision 'bf16' was given a gradient scaler, expected none": lambda: Precision(
+        "bf16", torch.amp.GradScaler("cpu")
+    ),
+    "micro_batch_size=0, expected a positive number of rows per device, None or 'auto'": lambda: (
+        make_step(micro_batch_size=0)
+    ),
+    "micro_batch_size='automatic', expected": lambda: make_step(micro_batch_size="automatic"),
+    "max_grad_norm=-1.0, expected": lambda: make_step(max_grad_norm=-1.0),
+    "precision='int8', expected one of 'fp32', 'bf16', 'fp16'": lambda: make_step(precision="int8"),
+    r"step=DataParallelM.*, expected a TrainStep: fit\(step, inputs, targets\)": lambda: memory.fit(
+        make_model(), INPUTS, TARGETS, capacity="1GiB"
+    ),
+    "1 is not initialised yet: run the module once": lambda: convert_sync_batchnorm(
+        nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d())
+    ),
+    # Torch raises this one.
+    "more than 1 value per channel": lambda: DataParallelModel(
+        convert_sync_batchnorm(nn.BatchNorm1d(3)), CPUS
+    )(torch.randn(1, 3)),
+    r"inputs\[0\] is a tensor of shape \(7, 4\).*kwargs\['mask'\] is a tensor of shape \(3,\)": lambda: (
+        make_model()(INPUTS, mask=torch.zeros(3))
+    ),
+    "expected a PerReplica, which knows the rows of each": lambda: criterion_on(
+        CE, TARGETS[:3], outputs=PerReplica([torch.zeros(4, 3), torch.zeros(2, 3)])
+    ),
+    "strategy='ddp' in one process, expected 'auto' or 'replicas'.*torchrun": lambda: parallelize(
+        nn.Linear(4, 3), strategy="ddp"
+    ),
+    "strategy='fsdp' in one process, expected 'auto' or 'replicas'.*torchrun": lambda: parallelize(
+        nn.Linear(4, 3), strategy="fsdp"
+    ),
+    "strategy='zero', expected one of 'auto', 'replicas', 'ddp', 'fsdp'": lambda: parallelize(
+        nn.Linear(4, 3), strategy="zero"
+    ),
+    "weight= was given beside a DataParallelCriterion": lambda: parallelize(
+        nn.Linear(4, 3), DataParallelCriterion(CE), weight="rows"
+    ),
+    "the module is the class Linear": lambda: parallelize(nn.Linear, CE),
+    "mesh= was given in one process, expected None": lambda: parallelize(
+        nn.Linear(4, 3), mesh=object()
+    ),
+    "reduction='batchmean', expected 'mean', 'sum' or 'none'": lambda: chunked(
+        reduction="batchmean"
+    ),
+    r"shape \(6,\).*inputs of shape \(7, 4\).*class indices of shape \(7,\)": lambda: chunked(
+        TARGETS[1:]
+    ),
+    "dtype torch.float64": lambda: chunked(TARGETS.double()),
+    r"shape \(4,\), expected one weight for each of 3 classes": lambda: savings.LinearCrossEntropy(
+        4, 3, weight=torch.ones(4)
+    ),
+    "label_smoothing=2, expected a number from 0 to 1": lambda: savings.LinearCrossEntropy(
+        4, 3, label_smoothing=2
+    ),
+    "reduction='max', expected 'mean', 'sum' or 'none'": lambda: savings.LinearCrossEntropy(
+        4, 3, reduction="max"
+    ),
+    "the model is a Linear, expected a DataParallelModel or the model": lambda: BalancedOptimizer(
+        nn.Linear(4, 3), SGD, lr=0.1
+    ),
+    "0.1 was given, expected a class of optimizers": lambda: BalancedOptimizer(make_model(), 0.1),
+    "LBFGS evaluates the loss several times per step, and BalancedOptimizer once": lambda: (
+        BalancedOptimizer(make_model(), torch.optim.LBFGS, lr=0.1)
+    ),
+    "shard='rows', expected 'elements', 'parameters' or None": lambda: BalancedOptimizer(
+        make_model(), SGD, shard="rows", lr=0.1
     ),
     "type generator": lambda: BalancedOptimizer(nn.Linear(4, 3).parameters(), ADAMW),
     "an instance of AdamW was given": lambda: BalancedOptimizer(
@@ -356,7 +437,7 @@ class TestWrappers:
             model.encoder(INPUTS)
         assert not hasattr(
             DataParallelModel.__new__(DataParallelModel), "module"
-        )  # as where it is copied
+        )  # A copy begins like this.
 
     @pytest.mark.parametrize("way", ["model", "function"])
     def test_compiled_wrapper_on_several_devices(self, way):
@@ -398,7 +479,8 @@ def test_arguments_of_other_libraries():
 
 @pytest.mark.usefixtures("trace_in_this_process")
 def test_estimates():
-    net, loss = nn.Linear(4, 3), F.cross_entropy
+    net = nn.Linear(4, 3)
+    loss = F.cross_entropy
     for arguments, optimizer, message in (
         (("net", loss, INPUTS, TARGETS), ADAMW, "the module is an object of type str"),
         ((make_model(), loss, INPUTS, TARGETS), ADAMW, "wrapped in DataParallelModel already"),

@@ -7,14 +7,24 @@ import copy
 import os
 import pickle
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.problems import assert_same_gradients, class_targets, gradients, plain_program
-from helpers.ranks import run_ranks
+from helpers.optimizers import sgd
+from helpers.problems import (
+    assert_equal,
+    assert_same_gradients,
+    class_targets,
+    gradients,
+    plain_program,
+)
+from helpers.ranks import on_ranks
+from helpers.steps import parallel_step
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import (
@@ -51,7 +61,7 @@ def plain_run(net, x, weights):
 
 def assert_same_buffers(one, other):
     for (name, left), right in zip(one.named_buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(
+        assert_close(
             left, right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
         )
 
@@ -63,32 +73,29 @@ def assert_same_buffers(one, other):
     "settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str
 )
 def test_three_replicas_equal_the_plain_program(rows, settings, double):
-    plain, x, weights = (
-        build(**settings),
-        torch.randn(rows, 2, 3, 3, requires_grad=True),
-        torch.randn(rows, 5),
-    )
+    plain = build(**settings)
+    x = torch.randn(rows, 2, 3, 3, requires_grad=True)
+    weights = torch.randn(rows, 5)
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     for _ in range(3):
         output, expected = plain_run(plain, x, weights)
         expected_input, x.grad = x.grad, None
         found = gather(DataParallelModel(net, CPUS)(x))
         (found * weights).pow(3).sum().backward()
-        torch.testing.assert_close(found.detach(), output, rtol=1e-10, atol=1e-10)
+        assert_equal(found, output)
         assert_same_gradients(gradients(net), expected, 1e-9)
-        torch.testing.assert_close(x.grad, expected_input, rtol=1e-9, atol=1e-9)
+        assert_close(x.grad, expected_input, rtol=1e-9, atol=1e-9)
         assert_same_buffers(net, plain)
         x.grad = None
     plain.eval()
     net.eval()
-    torch.testing.assert_close(
-        gather(DataParallelModel(net, CPUS)(x)), plain(x), rtol=1e-10, atol=1e-10
-    )
+    assert_equal(gather(DataParallelModel(net, CPUS)(x)), plain(x))
 
 
 def test_conversion_keeps_names_parameters_and_hooks():
     net = build()
-    names, first = list(net.state_dict()), net[1].weight
+    names = list(net.state_dict())
+    first = net[1].weight
     net[1].register_forward_hook(lambda *_: None)
     assert convert_sync_batchnorm(net) is net
     assert list(net.state_dict()) == names
@@ -97,13 +104,9 @@ def test_conversion_keeps_names_parameters_and_hooks():
     assert isinstance(convert_sync_batchnorm(nn.BatchNorm1d(3)), nn.modules.batchnorm._BatchNorm)
 
 
-def test_lazy_layers_raise_an_error():
-    with pytest.raises(ValueError, match="1 is not initialised yet: run the module once"):
-        convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d()))
-
-
 def test_one_device_equals_the_plain_layer(double):
-    plain, x = build(), torch.randn(5, 2, 3, 3)
+    plain = build()
+    x = torch.randn(5, 2, 3, 3)
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     assert torch.equal(net(x), plain(x))
 
@@ -113,33 +116,29 @@ def test_half_precision_is_normalized_in_float32():
     x = torch.randn(7, 3)
     outputs = DataParallelModel(net, CPUS)(x.bfloat16())
     assert {output.dtype for output in outputs} == {torch.bfloat16}
-    torch.testing.assert_close(gather(outputs).float(), nn.BatchNorm1d(3)(x), rtol=0.05, atol=0.05)
+    assert_close(gather(outputs).float(), nn.BatchNorm1d(3)(x), rtol=0.05, atol=0.05)
 
 
 def test_statistics_are_those_of_each_micro_batch(double):
     """Statistics are those of each micro-batch over all devices: as the plain program that runs the same micro-batches."""
     plain = build()
     net = convert_sync_batchnorm(copy.deepcopy(plain))
-    x, target = torch.randn(8, 2, 3, 3), class_targets(8)
+    x = torch.randn(8, 2, 3, 3)
+    target = class_targets(8)
     total = sum(
-        nn.functional.cross_entropy(plain(some), labels, reduction="sum")
+        F.cross_entropy(plain(some), labels, reduction="sum")
         for some, labels in zip(x.split(4), target.split(4), strict=True)
     )
     (total / 8).backward()
     step = TrainStep(
         DataParallelModel(net, ["cpu"] * 2),
         DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(net.parameters(), lr=0.0),
+        sgd(net, lr=0.0),
         micro_batch_size=2,
     )
-    torch.testing.assert_close(step(x, target), (total / 8).detach())
+    assert_close(step(x, target), (total / 8).detach())
     assert_same_gradients(gradients(net), gradients(plain))
     assert_same_buffers(net, plain)
-
-
-def test_one_value_per_channel_raises_the_error_of_torch():
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        DataParallelModel(convert_sync_batchnorm(nn.BatchNorm1d(3)), CPUS)(torch.randn(1, 3))
 
 
 class Uneven(nn.Module):
@@ -147,7 +146,8 @@ class Uneven(nn.Module):
 
     def __init__(self, fails):
         super().__init__()
-        self.norm, self.fails = nn.BatchNorm1d(2), fails
+        self.norm = nn.BatchNorm1d(2)
+        self.fails = fails
 
     def forward(self, x):
         if 2.0 in x:
@@ -173,68 +173,47 @@ def test_replica_without_the_exchange_raises_an_error(fails, error, message):
 
 
 def test_activation_checkpointing_raises_an_error():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
-
+    class Checkpointed(nn.Sequential):
         def forward(self, x):
-            return checkpoint(self.norm, x, use_reentrant=False)
+            return checkpoint(self[0], x, use_reentrant=False)
 
-    outputs = DataParallelModel(convert_sync_batchnorm(Checkpointed()), CPUS)(
-        torch.randn(6, 2, requires_grad=True)
-    )
+    net = convert_sync_batchnorm(Checkpointed(nn.BatchNorm1d(2)))
+    outputs = DataParallelModel(net, CPUS)(torch.randn(6, 2, requires_grad=True))
     with pytest.raises(RuntimeError, match="cannot be recomputed in the backward"):
         gather(outputs).pow(2).sum().backward()
-
-
-def check_ranks(rank, sizes, micro_batch_size):
-    torch.set_default_dtype(torch.float64)
-    plain, x, target = (
-        build(),
-        torch.randn(7, 2, 3, 3, generator=torch.Generator().manual_seed(6)),
-        class_targets(7, 2),
-    )
-    net = convert_sync_batchnorm(copy.deepcopy(plain))
-    model, criterion = parallelize(net, nn.CrossEntropyLoss())
-    step = TrainStep(
-        model,
-        criterion,
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        micro_batch_size=micro_batch_size,
-    )
-    mine, labels = x.split(sizes)[rank], target.split(sizes)[rank]
-    counts = [-(-size // micro_batch_size) if micro_batch_size else min(size, 1) for size in sizes]
-    total, pieces = 0, max(counts)
-    for _ in range(3):
-        plain.zero_grad()
-        total = 0
-        for piece in range(pieces):  # the rows that are in flight together, of all ranks
-            rows = torch.cat(
-                [
-                    torch.arange(7).split(sizes)[other].tensor_split(pieces)[piece]
-                    for other in range(len(sizes))
-                ]
-            )
-            total = total + nn.functional.cross_entropy(
-                plain(x[rows]), target[rows], reduction="sum"
-            )
-        loss = total / (target != -100).sum()
-        loss.backward()
-        torch.testing.assert_close(step(mine, labels), loss.detach(), rtol=1e-10, atol=1e-10)
-        assert_same_gradients(gradients(net), gradients(plain), 1e-9)
-        assert_same_buffers(net, plain)
-    return True
 
 
 @pytest.mark.parametrize(
     ("sizes", "micro_batch_size"), [([4, 3], None), ([6, 1], 2), ([5, 0, 2], None)]
 )
-def test_ranks_equal_the_plain_program(sizes, micro_batch_size):
-    assert run_ranks(len(sizes), check_ranks, sizes, micro_batch_size) == [True] * len(sizes)
+@on_ranks(lambda sizes, micro_batch_size: len(sizes))
+def test_ranks_equal_the_plain_program(rank, sizes, micro_batch_size):
+    torch.set_default_dtype(torch.float64)
+    plain = build()
+    x = torch.randn(7, 2, 3, 3, generator=torch.Generator().manual_seed(6))
+    target = class_targets(7, 2)
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    step = parallel_step(net, lr=0.0, micro_batch_size=micro_batch_size)
+    mine = x.split(sizes)[rank]
+    labels = target.split(sizes)[rank]
+    pieces = max(-(-size // micro_batch_size) if micro_batch_size else 1 for size in sizes)
+    for _ in range(3):
+        plain.zero_grad()
+        total = 0
+        for piece in range(pieces):  # the rows that are in flight together, of all ranks
+            parts = torch.arange(7).split(sizes)
+            rows = torch.cat([part.tensor_split(pieces)[piece] for part in parts])
+            total += F.cross_entropy(plain(x[rows]), target[rows], reduction="sum")
+        loss = total / (target != -100).sum()
+        loss.backward()
+        assert_equal(step(mine, labels), loss)
+        assert_same_gradients(gradients(net), gradients(plain), 1e-9)
+        assert_same_buffers(net, plain)
 
 
-def check_order(rank):
+@pytest.mark.timeout(60)
+@on_ranks(2, timeout=30)
+def test_collectives_of_a_layer_do_not_change_places_with_others(rank):
     """Rank 0 starts a sum before the forward and before the backward of the layer, rank 1 after them."""
     parallelize(nn.Linear(2, 2))
     layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
@@ -249,38 +228,30 @@ def check_order(rank):
     for work in works:
         work.wait()
     assert [set(tensor.tolist()) for tensor in many] == [{1.0}, {1.0}]
-    plain, whole = nn.BatchNorm1d(2), x.clone().requires_grad_()
+    plain = nn.BatchNorm1d(2)
+    whole = x.clone().requires_grad_()
     plain(whole).pow(3).sum().backward()
-    torch.testing.assert_close(output.detach(), plain(x).detach()[2 * rank : 2 * rank + 2])
-    torch.testing.assert_close(mine.grad, whole.grad[2 * rank : 2 * rank + 2], rtol=1e-3, atol=1e-4)
-    return True
+    assert_close(output, plain(x).detach()[2 * rank : 2 * rank + 2])
+    assert_close(mine.grad, whole.grad[2 * rank : 2 * rank + 2], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.timeout(60)
-def test_collectives_of_a_layer_do_not_change_places_with_others():
-    assert run_ranks(2, check_order, timeout=30) == [True, True]
-
-
-def check_copies(rank):
+@on_ranks(2)
+def test_a_layer_with_a_process_group_is_copied_and_pickled(rank):
     """The process group is no part of the layer: models are copied and saved as before."""
     net = convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     model = parallelize(net)
     model(torch.randn(3, 2))
-    use_torch_sync_batchnorm(net)  # as on CUDA
+    use_torch_sync_batchnorm(net)
     group = net[1].process_group
     assert group is not dist.group.WORLD
     assert group.size() == 2
     for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert copied[1].process_group is group
         assert list(copied.state_dict()) == list(net.state_dict())
-    return True
 
 
-def test_a_layer_with_a_process_group_is_copied_and_pickled():
-    assert run_ranks(2, check_copies) == [True, True]
-
-
-def check_second_group(rank):
+@on_ranks(2, fresh=True)
+def test_a_process_group_that_is_started_again_gets_a_new_group(rank):
     """A second process group of the same process has statistics groups of its own."""
     layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
@@ -291,22 +262,13 @@ def check_second_group(rank):
         layer(torch.randn(3, 2))
         dist.barrier()
         dist.destroy_process_group()
-    return True
-
-
-def test_a_process_group_that_is_started_again_gets_a_new_group():
-    assert run_ranks(2, check_second_group, fresh=True) == [True, True]
 
 
 class NormAct(nn.BatchNorm2d):
     """Adds an activation to the layer of torch, as ``SyncBatchNormAct`` of timm does."""
 
-    def __init__(self, channels):
-        super().__init__(channels)
-        self.act = nn.SiLU()
-
     def forward(self, input):
-        return self.act(super().forward(input))
+        return F.silu(super().forward(input))
 
 
 class SyncNormAct(nn.SyncBatchNorm):
@@ -322,16 +284,9 @@ class Steeper(NormAct):
 class OwnStatistics(nn.BatchNorm2d):
     """Repeats the code of torch, as ``BatchNormAct2d`` of timm does."""
 
-    def __init__(self, channels):
-        super().__init__(channels)
-        self.act = nn.SiLU()
-
     def forward(self, input):
         statistics = self.running_mean, self.running_var
-        output = F.batch_norm(
-            input, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps
-        )
-        return self.act(output)
+        return F.silu(F.batch_norm(input, *statistics, self.weight, self.bias, self.training))
 
 
 class Ghost(nn.BatchNorm2d):
@@ -345,41 +300,42 @@ class Ghost(nn.BatchNorm2d):
         return super().forward(input)
 
 
-class Net(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        torch.manual_seed(5)
-        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), norm, nn.Linear(4, 5)
-
-    def forward(self, x):
-        return self.head(self.norm(self.conv(x)).mean((2, 3)))
+def make_net(norm):
+    torch.manual_seed(5)
+    names = ("conv", nn.Conv2d(2, 4, 3)), ("norm", norm), ("head", nn.Linear(4 * 9, 5))
+    return nn.Sequential(OrderedDict([*names[:2], ("flat", nn.Flatten()), names[2]]))
 
 
 @pytest.mark.parametrize("kind", [NormAct, Steeper])
 def test_a_converted_subclass_equals_the_plain_program(kind, double):
-    net, x, target = Net(kind(4)), torch.randn(7, 2, 5, 5), class_targets(7)
+    net = make_net(kind(4))
+    x = torch.randn(7, 2, 5, 5)
+    target = class_targets(7)
     converted = convert_sync_batchnorm(copy.deepcopy(net))
     loss, expected = plain_program(net, F.cross_entropy, x, target)
     found = DataParallelCriterion(nn.CrossEntropyLoss())(
         DataParallelModel(converted, CPUS)(x), target
     )
     found.backward()
-    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(found, loss)
     assert_same_gradients(gradients(converted), expected, 1e-9)
-    torch.testing.assert_close(converted.norm.running_var, net.norm.running_var)
+    assert_close(converted.norm.running_var, net.norm.running_var)
     assert isinstance(converted.norm, kind)
     assert type(convert_sync_batchnorm(converted).norm) is type(converted.norm)
 
 
 def test_a_subclass_of_sync_batch_norm_runs_on_the_cpu(double):
-    net, x = convert_sync_batchnorm(Net(SyncNormAct(4))), torch.randn(7, 2, 5, 5)
-    expected = Net(NormAct(4))(x)
-    torch.testing.assert_close(net(x), expected)
-    torch.testing.assert_close(DataParallelModel(net, CPUS)(x).gather(), expected)
+    net = convert_sync_batchnorm(make_net(SyncNormAct(4)))
+    x = torch.randn(7, 2, 5, 5)
+    expected = make_net(NormAct(4))(x)
+    assert_close(net(x), expected)
+    assert_close(DataParallelModel(net, CPUS)(x).gather(), expected)
 
 
 def test_verify_compares_with_the_net_as_it_was_given(double):
-    net, x, target = Net(NormAct(4)), torch.randn(7, 2, 5, 5), class_targets(7)
+    net = make_net(NormAct(4))
+    x = torch.randn(7, 2, 5, 5)
+    target = class_targets(7)
     loss = F.cross_entropy(copy.deepcopy(net)(x), target).item()
     report = verify(convert_sync_batchnorm(net), nn.CrossEntropyLoss(), x, target, device_ids=CPUS)
     assert report.equal
@@ -388,7 +344,7 @@ def test_verify_compares_with_the_net_as_it_was_given(double):
 
 @pytest.mark.parametrize("kind", [OwnStatistics, Ghost])
 def test_a_subclass_with_statistics_of_its_own_is_refused(kind, double):
-    net = Net(nn.Sequential(nn.BatchNorm2d(4), kind(4)))
+    net = make_net(nn.Sequential(nn.BatchNorm2d(4), kind(4)))
     with pytest.raises(
         TypeError,
         match=rf"norm\.1 is a {kind.__name__}, whose forward computes .*call super\(\)\.forward",
@@ -396,7 +352,7 @@ def test_a_subclass_with_statistics_of_its_own_is_refused(kind, double):
         convert_sync_batchnorm(net)
     assert type(net.norm[0]) is nn.BatchNorm2d  # nothing is converted by half
     report = verify(
-        Net(kind(4)),
+        make_net(kind(4)),
         nn.CrossEntropyLoss(),
         torch.randn(7, 2, 5, 5),
         class_targets(7),
@@ -418,11 +374,11 @@ def test_a_forward_of_one_layer_is_refused():
 
 @pytest.mark.parametrize("exchange", [convert_sync_batchnorm, use_torch_sync_batchnorm])
 def test_a_converted_subclass_is_copied(exchange):
-    net = convert_sync_batchnorm(Net(Steeper(4)))
+    net = convert_sync_batchnorm(make_net(Steeper(4)))
     exchange(net)
     copied = copy.deepcopy(net)
     assert type(copied.norm) is type(net.norm)
     assert isinstance(copied.norm, Steeper)
     assert isinstance(copied.norm, nn.SyncBatchNorm) == (exchange is use_torch_sync_batchnorm)
     x = torch.randn(3, 2, 5, 5)
-    torch.testing.assert_close(copied.eval()(x), net.eval()(x))
+    assert_close(copied.eval()(x), net.eval()(x))

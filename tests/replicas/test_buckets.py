@@ -11,22 +11,23 @@ import threading
 
 import pytest
 import torch
-from helpers.problems import BODIES, CLASSES, assert_same_gradients, build_net, gradients
+from helpers.optimizers import balanced_or_plain
+from helpers.problems import (
+    BODIES,
+    CLASSES,
+    assert_equal,
+    assert_same_gradients,
+    build_net,
+    gradients,
+)
 from helpers.replicas import settled
 from helpers.slow import slow_but
+from helpers.updates import SIMULATED
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    gather,
-    simulate,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 from balanced_parallel.replicas import buckets
-from balanced_parallel.replicas import buckets as gradient_buckets
 from balanced_parallel.replicas.buckets import make_buckets
 from balanced_parallel.runtime import transport
 
@@ -67,7 +68,8 @@ def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
-        self.net, self.use_reentrant = build_net(), use_reentrant
+        self.net = build_net()
+        self.use_reentrant = use_reentrant
 
     def forward(self, x):
         return checkpoint(self.net, x.detach().requires_grad_(), use_reentrant=self.use_reentrant)
@@ -82,22 +84,21 @@ NETWORKS = BODIES | {
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("network", NETWORKS)
 def test_two_forwards_before_one_backward_equal_the_plain_program(double, network):
-    net, x = NETWORKS[network](), torch.randn(6, 4)
+    net = NETWORKS[network]()
+    x = torch.randn(6, 4)
     (net(x).sum() * net(x.flip(0)).pow(2).mean()).backward()
     expected = gradients(net)
     net.zero_grad()
     with simulate(3):
         model = DataParallelModel(net.to("sim:0"))
         (gather(model(x)).sum() * gather(model(x.flip(0))).pow(2).mean()).backward()
-        assert_same_gradients(
-            [gradient if gradient is None else gradient.cpu() for gradient in gradients(net)],
-            expected,
-        )
+        assert_same_gradients(gradients(net), expected)
 
 
 @pytest.mark.usefixtures("buckets")
 def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(double):
-    net, x = build_net(), torch.randn(6, 4)
+    net = build_net()
+    x = torch.randn(6, 4)
 
     def everything(forward, parameters):
         found = torch.autograd.grad(forward(x).pow(2).sum(), parameters, create_graph=True)
@@ -112,7 +113,8 @@ def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(doub
     with simulate(3):
         model = DataParallelModel(net.to("sim:0"))
         found = everything(lambda x: gather(model(x)), list(net.parameters()))
-        with model.no_sync():  # what is asked for by name is not kept back
+        # Gradients that are asked for by name are not kept back.
+        with model.no_sync():
             asked = torch.autograd.grad(gather(model(x)).sum(), list(net.parameters())[:1])
         torch.testing.assert_close(asked[0].cpu(), expected[-2])
     assert_same_gradients(found, expected)
@@ -120,17 +122,14 @@ def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(doub
 
 @pytest.mark.usefixtures("buckets")
 def test_gradients_are_bitwise_reproducible():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 64))
-
+    class Twice(nn.Linear):
         def forward(self, x):
             return (x @ self.weight).tanh() @ self.weight + x @ self.weight
 
     with simulate(4):
-        net = Twice().to("sim:0")
-        model, x = DataParallelModel(net), torch.randn(64, 64)
+        net = Twice(64, 64, bias=False).to("sim:0")
+        model = DataParallelModel(net)
+        x = torch.randn(64, 64)
         found = set()
         for _ in range(10):
             net.zero_grad()
@@ -141,13 +140,13 @@ def test_gradients_are_bitwise_reproducible():
 
 @pytest.mark.usefixtures("buckets")
 def test_buckets_have_bounded_size_one_dtype_and_reverse_order(monkeypatch):
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 25 * 2**20)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 25 * 2**20)
     parameters = [nn.Parameter(torch.empty(2**21)) for _ in range(7)]  # 8 MiB each
     parameters.insert(3, nn.Parameter(torch.empty(4, dtype=torch.float64)))
-    buckets = make_buckets(parameters)
-    assert [len(bucket.parameters) for bucket in buckets] == [3, 3, 1, 1]
-    assert buckets[0].parameters[0] is parameters[-1]
-    assert all(len({parameter.dtype for parameter in bucket.parameters}) == 1 for bucket in buckets)
+    made = make_buckets(parameters)
+    assert [len(bucket.parameters) for bucket in made] == [3, 3, 1, 1]
+    assert made[0].parameters[0] is parameters[-1]
+    assert all(len({parameter.dtype for parameter in bucket.parameters}) == 1 for bucket in made)
 
 
 CPUS = ["cpu"] * 3
@@ -206,17 +205,12 @@ def test_shared_gradient_tensors_are_divided_once(double, balanced):
     (sum(plain(row).sum() for row in inputs.split(1)) / 4).backward()
     with simulate(2):
         model = DataParallelModel(Shared())
-        kind = torch.optim.SGD
-        optimizer = (
-            BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
-        )
+        optimizer = balanced_or_plain(model, torch.optim.SGD, balanced)
         criterion = DataParallelCriterion(
             lambda output, target: output.sum() / len(output), weight=lambda output, _: len(output)
         )
         TrainStep(model, criterion, optimizer, micro_batch_size=1)(inputs, torch.zeros(4))
-        assert_same_gradients(
-            [gradient.cpu() for gradient in gradients(model, optimizer=optimizer)], gradients(plain)
-        )
+        assert_same_gradients(gradients(model, optimizer=optimizer), gradients(plain))
 
 
 class RowMajor(torch.autograd.Function):
@@ -256,22 +250,20 @@ STRIDES = [
 @pytest.mark.parametrize(("how", "dtype"), slow_but(STRIDES, *STRIDES[:6:2], STRIDES[7]))
 def test_gradients_have_the_strides_of_autograd(how, dtype):
     torch.manual_seed(3)
-    x, y = torch.randn(7, 32), torch.randn(7, CLASSES)
+    x = torch.randn(7, 32)
+    y = torch.randn(7, CLASSES)
 
     def trained(devices):
         torch.manual_seed(1)
         net = Laid().to(devices[0])
-        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
-        balanced = how == "balanced" and len(devices) > 1
-        optimizer = (
-            BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-            if balanced
-            else torch.optim.SGD(net.parameters(), 0.1)
-        )
+        model = DataParallelModel(net, devices)
+        criterion = DataParallelCriterion(nn.MSELoss())
+        is_split = len(devices) > 1
+        optimizer = balanced_or_plain(model, torch.optim.SGD, is_split and how == "balanced")
         if how == "micro-batches":
-            precision = "fp16" if dtype is torch.float16 and devices[0] != "cpu" else "fp32"
+            precision = "fp16" if dtype is torch.float16 and is_split else "fp32"
             TrainStep(model, criterion, optimizer, micro_batch_size=1, precision=precision)(x, y)
-        elif how == "deferred" and len(devices) > 1:
+        elif how == "deferred" and is_split:
             with model.no_sync():
                 (criterion(model(x), y) / 2).backward()
             (criterion(model(x), y) / 2).backward()
@@ -279,12 +271,13 @@ def test_gradients_have_the_strides_of_autograd(how, dtype):
             criterion(model(x), y).backward()
         return gradients(net, optimizer=optimizer)
 
+    def strides(tensor):
+        sizes = zip(tensor.stride(), tensor.shape, strict=True)
+        return [stride for stride, size in sizes if size > 1]
+
     expected = trained(["cpu"])
     with simulate(3):
-        found = trained(["sim:0", "sim:1", "sim:2"])
-        for one, other in zip(found, expected, strict=True):
-            if dtype is torch.float64:
-                torch.testing.assert_close(one.cpu(), other, rtol=1e-10, atol=1e-10)
-            assert [s for s, n in zip(one.stride(), one.shape, strict=True) if n > 1] == [
-                s for s, n in zip(other.stride(), other.shape, strict=True) if n > 1
-            ]
+        found = trained(SIMULATED)
+    if dtype is torch.float64:
+        assert_equal(found, expected)
+    assert [*map(strides, found)] == [*map(strides, expected)]

@@ -8,18 +8,20 @@ import weakref
 
 import pytest
 import torch
-from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients, plain_program
+from helpers.optimizers import balanced_or_plain, sgd
+from helpers.problems import (
+    CLASSES,
+    assert_equal,
+    assert_same_gradients,
+    build_net,
+    gradients,
+    plain_program,
+)
 from helpers.slow import slow_but
+from helpers.updates import SIMULATED, values_of
 from torch import nn
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    gather,
-    simulate,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -45,11 +47,7 @@ OF_SHARDS = {
     "zero in place": lambda optimizer, net: optimizer.zero_grad(set_to_none=False),
     "step": lambda optimizer, net: optimizer.step(),
 }
-LAYOUTS = {
-    "one device": ["cpu"] * 3,
-    "three devices": ["sim:0", "sim:1", "sim:2"],
-    "balanced": ["sim:0", "sim:1", "sim:2"],
-}
+LAYOUTS = {"one device": ["cpu"] * 3, "three devices": SIMULATED, "balanced": SIMULATED}
 CASES = [
     *itertools.product(["one device", "three devices"], CHANGES, [False, True]),
     *itertools.product(["balanced"], OF_SHARDS, [False, True]),
@@ -65,12 +63,8 @@ KEPT = [
 def make_program(layout):
     """Returns a net, its model, its criterion and its optimizer."""
     net = build_net().to(LAYOUTS[layout][0])
-    model, kind = DataParallelModel(net, LAYOUTS[layout]), torch.optim.SGD
-    optimizer = (
-        BalancedOptimizer(model, kind, lr=0.1)
-        if layout == "balanced"
-        else kind(net.parameters(), 0.1)
-    )
+    model = DataParallelModel(net, LAYOUTS[layout])
+    optimizer = balanced_or_plain(model, torch.optim.SGD, layout == "balanced")
     return net, model, DataParallelCriterion(nn.MSELoss()), optimizer
 
 
@@ -78,7 +72,8 @@ def make_program(layout):
 def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
     """Gradients that are there before the window are discarded with those of the window."""
     torch.manual_seed(2)
-    x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
+    x = torch.randn(20, 4)
+    y = torch.randn(20, CLASSES)
 
     def run(net, model, criterion, optimizer, no_sync):
         def backward(rows):
@@ -90,24 +85,20 @@ def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
             backward(slice(5, 7))
             backward(slice(7, 12))
         (OF_SHARDS if layout == "balanced" else CHANGES)[between](optimizer, net)
-        backward_alone = slice(
-            12, 13
-        )  # too few rows for the other replicas, so that autograd sets grad
+        # One row is too few for the other replicas, so that autograd sets grad.
         with no_sync():
-            backward(backward_alone)
+            backward(slice(12, 13))
         backward(slice(13, 20))
         found = gradients(net, optimizer=optimizer)
         optimizer.step()
-        return [*found, *(parameter.detach() for parameter in net.parameters())]
+        return [*found, *values_of(net)]
 
     net = build_net()
-    expected = run(
-        net, net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), contextlib.nullcontext
-    )
+    expected = run(net, net, nn.MSELoss(), sgd(net), contextlib.nullcontext)
     with simulate(3):
         net, model, criterion, optimizer = make_program(layout)
         found = run(net, model, criterion, optimizer, model.no_sync)
-        assert_same_gradients([gradient.cpu() for gradient in found], expected)
+        assert_same_gradients(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +108,8 @@ def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
 def test_an_update_between_deferred_gradients_equals_the_plain_program(layout, rows):
     """Reads param_groups, as a scheduler does, and reduces before the step."""
     torch.manual_seed(2)
-    x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
+    x = torch.randn(20, 4)
+    y = torch.randn(20, CLASSES)
 
     def run(net, model, criterion, optimizer, reduce):
         for start in (0, 10):
@@ -129,13 +121,12 @@ def test_an_update_between_deferred_gradients_equals_the_plain_program(layout, r
                 model.reduce_gradients()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        return [parameter.detach() for parameter in net.parameters()]
+        return values_of(net)
 
     net = build_net()
-    expected = run(net, net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), False)
+    expected = run(net, net, nn.MSELoss(), sgd(net), False)
     with simulate(3):
-        values = run(*make_program(layout), True)
-        assert_same_gradients([value.cpu() for value in values], expected)
+        assert_equal(run(*make_program(layout), True), expected)
 
 
 def test_grad_is_that_of_the_first_replica_before_the_reduction():
@@ -191,17 +182,17 @@ def test_no_sync_applies_to_the_backward_of_its_forward():
         assert all(bucket.held for bucket in model.replicas.gradients.buckets)
         third.backward()
         assert not any(bucket.held for bucket in model.replicas.gradients.buckets)
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(gradients(net), expected)
 
 
 def test_no_sync_reduces_gradients_once(double):
-    net, x, target = build_net(), torch.randn(12, 4), torch.randint(5, (12,))
+    net = build_net()
+    x = torch.randn(12, 4)
+    target = torch.randint(5, (12,))
     _, expected = plain_program(net, nn.CrossEntropyLoss(reduction="sum"), x, target)
     with simulate(3) as cluster:
-        model, criterion = (
-            DataParallelModel(net.to("sim:0")),
-            DataParallelCriterion(nn.CrossEntropyLoss(reduction="sum")),
-        )
+        model = DataParallelModel(net.to("sim:0"))
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss(reduction="sum"))
         size = sum(parameter.nbytes for parameter in net.parameters())
 
         def run(start):
@@ -216,17 +207,18 @@ def test_no_sync_reduces_gradients_once(double):
         assert (cluster.moved - before)["sim:1", "sim:0"] < 200
         run(9)
         assert size <= (cluster.moved - before)["sim:1", "sim:0"] < size + 200
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(gradients(net), expected)
         net.zero_grad()
         with model.no_sync():
             for start in (0, 3, 6, 9):
                 run(start)
         model.reduce_gradients()
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(gradients(net), expected)
 
 
 def test_create_graph_backward_reduces_deferred_gradients(double):
-    net, x = build_net(), torch.randn(6, 4)
+    net = build_net()
+    x = torch.randn(6, 4)
     with simulate(3):
         model = DataParallelModel(net)
         gather(model(x), "cpu").square().sum().backward()
@@ -237,27 +229,26 @@ def test_create_graph_backward_reduces_deferred_gradients(double):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of what create_graph=True keeps
             gather(model(x), "cpu").square().sum().backward(create_graph=True)
-        assert_same_gradients([gradient.detach().cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(gradients(net), expected)
         model.zero_grad()
 
 
 def test_step_over_micro_batches_reduces_gradients_once():
     with simulate(4) as cluster:
         net = nn.Linear(64, 512).to("sim:0")
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=2
-        )
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        step = TrainStep(model, criterion, sgd(net), micro_batch_size=2)
         size = sum(parameter.nbytes for parameter in net.parameters())
-        x, target = torch.randn(64, 64), torch.randint(512, (64,))
+        x = torch.randn(64, 64)
+        target = torch.randint(512, (64,))
         step(x, target)
         before = cluster.moved
         step(x, target)
         moved = cluster.moved - before
         assert size <= moved["sim:2", "sim:0"] <= size + 8 * 16
-        assert (
-            size <= moved["sim:1", "sim:2"] <= size + 8 * 16
-        )  # the parameters, from device to device
+        # The parameters go from device to device.
+        assert size <= moved["sim:1", "sim:2"] <= size + 8 * 16
         for start in range(0, 64, 16):
             step.add(x[start : start + 16], target[start : start + 16])
         before = cluster.moved

@@ -6,13 +6,8 @@ import time
 
 import pytest
 import torch
-from helpers.problems import (
-    assert_same_gradients,
-    build_net,
-    class_targets,
-    gradients,
-    plain_program,
-)
+from helpers.optimizers import balanced_or_plain
+from helpers.problems import assert_same_gradients, build_net, class_batch, gradients, plain_program
 from helpers.releases import released_at_once
 from helpers.streams import TOO_EARLY, stream_on
 from torch import nn
@@ -52,10 +47,11 @@ def test_other_gradients_in_the_same_backward_wait_for_the_sums(double, small_bu
     ).backward()
     with simulate(3):
         net = build_net()
-        model, again = DataParallelModel(net), DataParallelModel(net, [0, 2])
+        model = DataParallelModel(net)
+        again = DataParallelModel(net, [0, 2])
         losses = [output.square().sum() for output in model(x)]
         torch.autograd.backward([*losses, OTHER_GRADIENTS[others](net, again, x)])
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], gradients(plain))
+        assert_same_gradients(gradients(net), gradients(plain))
 
 
 class WithoutItsLastBucket(nn.Module):
@@ -63,7 +59,8 @@ class WithoutItsLastBucket(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.unused, self.net = nn.Parameter(torch.ones(3)), build_net()
+        self.unused = nn.Parameter(torch.ones(3))
+        self.net = build_net()
 
     def forward(self, inputs):
         return self.net(inputs)
@@ -73,13 +70,11 @@ class WithoutItsLastBucket(nn.Module):
 def test_backward_on_other_streams_than_forward_equals_the_plain_program(
     double, small_buckets, balanced
 ):
-    inputs, targets = torch.randn(7, 4), class_targets(7)
+    inputs, targets = class_batch(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
-        model, criterion = (
-            DataParallelModel(WithoutItsLastBucket()),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DataParallelModel(WithoutItsLastBucket())
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
         streams = [stream_on(index) for index in range(3)]
 
@@ -100,7 +95,7 @@ def test_backward_on_other_streams_than_forward_equals_the_plain_program(
                 with stream:
                     torch.zeros(1000, device=stream.device)  # may be given what was kept
         assert_same_gradients(
-            [gradient.cpu() / 4 for gradient in gradients(model.module.net, optimizer=optimizer)],
+            [gradient / 4 for gradient in gradients(model.module.net, optimizer=optimizer)],
             expected,
         )
         found = torch.autograd.grad(
@@ -112,17 +107,12 @@ def test_backward_on_other_streams_than_forward_equals_the_plain_program(
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets, balanced):
-    inputs, targets = torch.randn(7, 4), class_targets(7)
+    inputs, targets = class_batch(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
-        model, criterion = (
-            DataParallelModel(WithoutItsLastBucket()),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
-        kind = torch.optim.SGD
-        optimizer = (
-            BalancedOptimizer(model, kind, lr=0.0) if balanced else kind(model.parameters(), lr=0.0)
-        )
+        model = DataParallelModel(WithoutItsLastBucket())
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        optimizer = balanced_or_plain(model, torch.optim.SGD, balanced, lr=0.0)
         for _ in range(2):
             loss = criterion(model(inputs), targets)
             for index in range(3):
@@ -131,7 +121,7 @@ def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets,
                 loss.backward()
                 optimizer.step()
                 read = gradients(model.module.net, optimizer=optimizer)
-                assert_same_gradients([gradient.cpu() for gradient in read], expected)
+                assert_same_gradients(read, expected)
                 optimizer.zero_grad()
                 for index in range(3):
                     torch.accelerator.synchronize(index)
@@ -150,9 +140,8 @@ def test_sums_run_on_side_streams(small_buckets, monkeypatch, balanced):
 
         def watched(*args):
             streams.append(current_streams())
-            assert (
-                not model.replicas.gradients.side._pending
-            )  # what the bucket before it used was let go
+            # The memory of the bucket before it was let go.
+            assert not model.replicas.gradients.side._pending
             collective(*args)
 
         monkeypatch.setattr(transport, name, watched)
@@ -186,7 +175,7 @@ def test_gradients_belong_to_the_computing_streams(small_buckets, balanced):
             assert optimizer is None or optimizer.param_groups  # the owners let it go
             del part
             with pytest.raises(RuntimeError, match="reuses memory that was freed"):
-                torch.ones(4, device=device)  # on the computing stream
+                torch.ones(4, device=device)  # This is the computing stream.
 
 
 @contextlib.contextmanager

@@ -86,15 +86,6 @@ def test_dataclasses_are_split():
     ]  # torch: each has all six
 
 
-def test_different_numbers_of_rows_raise_an_error_with_both_shapes():
-    model = DataParallelModel(Recorder(), CPUS)
-    with pytest.raises(
-        ValueError,
-        match=r"inputs\[0\] is a tensor of shape \(4, 2\).*kwargs\['mask'\] is a tensor of shape \(3,\)",
-    ):
-        model(torch.zeros(4, 2), mask=torch.zeros(3))
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )

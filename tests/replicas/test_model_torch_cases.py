@@ -29,7 +29,9 @@ import re
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 
@@ -65,7 +67,8 @@ def test_reasons_name_tests_of_this_file():
 
 
 def test_data_parallel_model_device(devices):
-    layer, inputs = nn.Linear(2, 2), torch.ones(2, 2)
+    layer = nn.Linear(2, 2)
+    inputs = torch.ones(2, 2)
     for place in ("cpu", devices[1]):
         model = wrap(layer.to(place), devices)  # torch: RuntimeError in the forward
         assert layer.weight.device == devices[0]
@@ -83,10 +86,9 @@ def test_data_parallel_model_device(devices):
 def test_data_parallel_model_no_refcycles(count):
     model = DataParallelModel(nn.Linear(2, 3), ["cpu"] * count)
     criterion = DataParallelCriterion(nn.MSELoss())
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1
-    )
-    inputs, targets = torch.ones(4, 2), torch.ones(4, 3)
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size=1)
+    inputs = torch.ones(4, 2)
+    targets = torch.ones(4, 3)
     runs = [
         lambda: model(inputs).gather(),
         lambda: criterion(model(inputs), targets).backward(),
@@ -158,12 +160,13 @@ def test_data_parallel_complex(devices):
     ids=["hook", "parametrized"],
 )
 def test_spectral_norm(devices, norm):
-    net, inputs = norm(nn.Linear(3, 4)), torch.randn(2, 3)
+    net = norm(nn.Linear(3, 4))
+    inputs = torch.randn(2, 3)
     plain = copy.deepcopy(net)
     model = wrap(net, devices)
     for one in (model, plain):
         (one(inputs) + one(inputs)).sum().backward()
     for (name, parameter), other in zip(net.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad.cpu(), other.grad, msg=name)
+        assert_close(parameter.grad.cpu(), other.grad, msg=name)
     for (name, buffer), other in zip(net.named_buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(buffer.cpu(), other, msg=name)
+        assert_close(buffer.cpu(), other, msg=name)

@@ -7,6 +7,7 @@ Modules that cannot be replicated.
 
 import collections
 import copy
+import functools
 import itertools
 from types import MethodType
 
@@ -14,13 +15,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import caches
+from helpers.optimizers import assert_same, balanced_or_plain, sgd
 from helpers.problems import assert_same_gradients, build_net, gradients
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.slow import slow_but
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.testing import assert_close
 
-from balanced_parallel import BalancedOptimizer, DataParallelModel, gather, parallelize, simulate
+from balanced_parallel import DataParallelModel, gather, parallelize, simulate
 
 
 class WithALearnedBuffer(nn.Module):
@@ -54,9 +57,8 @@ def test_gradients_of_buffers_are_summed_over_replicas(double, devices):
         with torch.no_grad():
             assert not any(output.requires_grad for output in model(x))
         gather(model(x)).square().sum().backward()
-        assert_same_gradients(
-            [gradient.cpu() for gradient in (*gradients(parallel), parallel.prompt.grad)], expected
-        )
+        found = [*gradients(parallel), parallel.prompt.grad.cpu()]
+        assert_same_gradients(found, expected)
 
 
 CPUS = ["cpu"] * 3
@@ -102,7 +104,7 @@ CASES = {
     "parameters": (UsesItsParameters, lambda: torch.randn(6, 3)),
     "weight_norm": (lambda: weight_norm(nn.Linear(3, 2)), lambda: torch.randn(6, 3)),
     "spectral_norm": (lambda: spectral_norm(nn.Linear(3, 2)).eval(), lambda: torch.randn(6, 3)),
-    "lstm": (lambda: Last(nn.LSTM(3, 2, 2, batch_first=True)), lambda: torch.randn(6, 5, 3)),
+    "lstm": (lambda: Last(3, 2, 2, batch_first=True), lambda: torch.randn(6, 5, 3)),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
         lambda: torch.randn(6, 5, 4),
@@ -112,13 +114,9 @@ CASES = {
 }
 
 
-class Last(nn.Module):
-    def __init__(self, rnn):
-        super().__init__()
-        self.rnn = rnn
-
+class Last(nn.LSTM):
     def forward(self, x):
-        return self.rnn(x)[0]
+        return super().forward(x)[0]
 
 
 @pytest.mark.usefixtures("double")
@@ -126,13 +124,14 @@ class Last(nn.Module):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_tied_and_listed_parameters_equal_the_plain_program(name, devices):
     build, make = CASES[name]
-    module, x = build(), make()
+    module = build()
+    x = make()
     module(x).pow(2).sum().backward()
     expected = gradients(module)
     module.zero_grad()
     with simulate(3):
         gather(DataParallelModel(module, devices)(x)).pow(2).sum().backward()
-        assert_same_gradients([gradient.cpu() for gradient in gradients(module)], expected)
+        assert_same_gradients(gradients(module), expected)
 
 
 class Capturing(nn.Module):
@@ -140,7 +139,8 @@ class Capturing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.is_hooked = nn.Linear(4, 5), False
+        self.layer = nn.Linear(4, 5)
+        self.is_hooked = False
 
     def forward(self, x):
         captured = []
@@ -189,7 +189,8 @@ def in_order(weights):
 
 def is_flat(weights):
     """Returns True if the weights are as ``try_get_weight_buf`` of torch's ``cudnn/RNN.cpp`` expects them."""
-    storage, offset = weights[0].untyped_storage().data_ptr(), 0
+    storage = weights[0].untyped_storage().data_ptr()
+    offset = 0
     for weight in in_order(weights):
         if weight.data_ptr() != storage + offset or not weight.is_contiguous():
             return False
@@ -202,7 +203,8 @@ class Reads(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.rnn, self.found = KINDS[kind](), []
+        self.rnn = KINDS[kind]()
+        self.found = []
 
     def forward(self, x):
         output, _ = self.rnn(x)
@@ -223,38 +225,37 @@ def test_weights_are_flat_on_every_device_and_flattened_once(flattened, kind, is
             optimizer.zero_grad()
             forward(x).pow(2).sum().backward()
             optimizer.step()
-        return [parameter.detach().cpu() for parameter in net.parameters()]
 
-    torch.manual_seed(0)
-    plain, settings = Reads(kind), {"lr": 0.1, "momentum": 0.9}
+    plain = Reads(kind)
     with simulate(3):
-        net, sgd = copy.deepcopy(plain), torch.optim.SGD
+        net = copy.deepcopy(plain)
         model = DataParallelModel(net, dim=1)
         flattened.clear()
-        optimizer = (
-            BalancedOptimizer(model, sgd, **settings)
-            if is_sharded
-            else sgd(net.parameters(), **settings)
-        )
-        found = train(net, lambda x: gather(model(x), "cpu", dim=1), optimizer)
+        optimizer = balanced_or_plain(model, torch.optim.SGD, is_sharded)
+        train(net, lambda x: gather(model(x), "cpu", dim=1), optimizer)
         assert sorted(net.found) == [(f"sim:{index}", True) for index in range(3) for _ in range(3)]
-        assert flattened == {
-            "sim:1": 1,
-            "sim:2": 1,
-        }  # the parameters themselves were flattened as they were moved
+        # The parameters themselves were flattened as they were moved.
+        assert flattened == {"sim:1": 1, "sim:2": 1}
         assert is_flat(net.rnn._flat_weights)
-        assert all(
-            one is other
-            for one, other in zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True)
-        )
-        torch.testing.assert_close(found, train(plain, plain, sgd(plain.parameters(), **settings)))
-        if is_sharded:
-            return
+        own = zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True)
+        assert all(one is other for one, other in own)
+        train(plain, plain, sgd(plain))
+        assert_same(net, plain, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_another_type_are_flattened_again(flattened, kind):
+    with simulate(3):
+        net = Reads(kind)
+        model = DataParallelModel(net, dim=1)
+        x = torch.ones(4, 6, 3)
+        model(x)
         net.double()
         flattened.clear()
         for _ in range(2):
-            model(torch.ones(4, 6, 3, dtype=torch.double))
-        assert flattened == {"sim:1": 1, "sim:2": 1}  # of another type
+            model(x.double())
+        assert flattened == {"sim:1": 1, "sim:2": 1}
         assert all(flat for _, flat in net.found)
 
 
@@ -271,7 +272,7 @@ def test_embeddings_that_rescale_their_rows_are_refused_on_several_devices():
     """Each device rescales the rows that it sees, in a weight of its own."""
     tokens = torch.randint(7, (5, 2))
     expected = with_max_norm()(tokens)
-    torch.testing.assert_close(
+    assert_close(
         DataParallelModel(with_max_norm(), CPUS)(tokens).gather(), expected
     )  # they share one weight
     with simulate(2):
@@ -279,21 +280,17 @@ def test_embeddings_that_rescale_their_rows_are_refused_on_several_devices():
         with pytest.raises(ValueError, match=RESCALES):
             model(tokens.to("sim:0"))
         with torch.no_grad():
-            torch.testing.assert_close(model(tokens.to("sim:0")).gather().cpu(), expected.detach())
+            assert_close(model(tokens.to("sim:0")).gather().cpu(), expected)
         model.module[0].requires_grad_(False)
         assert model(tokens.to("sim:0"))
 
 
-def check_ranks(rank):
+@pytest.mark.slow
+@on_ranks(2)
+def test_embeddings_that_rescale_their_rows_are_refused_on_several_ranks(rank):
     for strategy in ("ddp", "fsdp"):
         with pytest.raises(ValueError, match=RESCALES):
             parallelize(with_max_norm(), nn.CrossEntropyLoss(), strategy=strategy)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("double")
-def test_embeddings_that_rescale_their_rows_are_refused_on_several_ranks():
-    run_ranks(2, check_ranks)
 
 
 CACHED = [*itertools.product(caches.KINDS, caches.ROWS)]
@@ -312,7 +309,8 @@ class Patched(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 2)
         self.forward = MethodType(lambda module, inputs: module.project(module.first(inputs)), self)
         self.project = self.second.forward
 
@@ -323,7 +321,7 @@ def test_methods_of_the_module_are_bound_to_the_replica():
         inputs = torch.randn(4, 3)
         outputs = model(inputs)
         assert [str(output.device) for output in outputs] == ["sim:0", "sim:1"]
-        torch.testing.assert_close(outputs.gather("cpu"), model.module(inputs.to("sim:0")).cpu())
+        assert_close(outputs.gather("cpu"), model.module(inputs.to("sim:0")).cpu())
         model.module.project = model.module.first.forward  # the same number of attributes
         assert [output.shape[1] for output in model(inputs)] == [3, 3]
 
@@ -363,32 +361,20 @@ def test_gradients_that_are_divided_by_counts_of_a_forward_are_refused(kind, dev
     assert model(tokens)
 
 
-def rank_texts(rank, strategy):
-    """Returns the errors of embeddings on this rank. The second rank has no rows for those with a largest norm."""
-    texts = []
-    tasks = (
-        (COUNTED["function"], 5),
-        *[
-            (lambda each=each: Words(each, max_norm=1.0), 0)
-            for each in (F.embedding, F.embedding_bag)
-        ],
-    )
-    for make, rows in tasks:
-        model = parallelize(make(), strategy=strategy)
-        with pytest.raises(ValueError, match="expected") as error:
-            model(torch.randint(7, (rows if rank else 5, 2)))
-        texts.append(str(error.value))
-    return texts
+EMBEDDED = "F.embedding was given max_norm=, and each rank would rescale the rows"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_embeddings_of_functions_are_refused_on_several_ranks(strategy):
-    for counted, *rescaled in run_ranks(2, rank_texts, strategy):
-        assert counted.startswith(COUNTS)
-        assert all(
-            "F.embedding was given max_norm=, and each rank would rescale the rows" in text
-            for text in rescaled
-        )
+@on_ranks(2)
+def test_embeddings_of_functions_are_refused_on_several_ranks(rank, strategy):
+    """The second rank has no rows for those with a largest norm."""
+    tasks = [(COUNTED["function"], 5, COUNTS)]
+    for function in (F.embedding, F.embedding_bag):
+        tasks.append((functools.partial(Words, function, max_norm=1.0), 0, EMBEDDED))
+    for make, rows, text in tasks:
+        model = parallelize(make(), strategy=strategy)
+        with pytest.raises(ValueError, match=text):
+            model(torch.randint(7, (rows if rank else 5, 2)))
 
 
 @pytest.mark.libraries

@@ -2,16 +2,22 @@
 
 import copy
 import inspect
-import itertools
-import re
 
 import pytest
 import torch
-from helpers.problems import build_net
+from helpers.optimizers import balanced_or_plain, sgd
+from helpers.problems import assert_equal, build_net
 from helpers.ranks import on_ranks
-from helpers.slow import slow_but
-from helpers.updates import ROWS, Unrecorded, assert_equal, random_batches, values_of
+from helpers.updates import (
+    ROWS,
+    SIMULATED,
+    Unrecorded,
+    assert_same_on_devices,
+    random_batches,
+    values_of,
+)
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -25,8 +31,6 @@ from balanced_parallel import (
 from balanced_parallel.replicas import recorded as chapter
 from balanced_parallel.replicas.recorded import checksum
 
-SIMULATED = ["sim:0", "sim:1", "sim:2"]
-
 
 def recorded(net, devices=SIMULATED):
     """A model that has run before."""
@@ -39,53 +43,12 @@ def mse():
     return DataParallelCriterion(nn.MSELoss())
 
 
-class ThroughData(torch.optim.SGD):
-    """Writes through ``.data``, as many optimizers do."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.sub_(parameter.grad, alpha=group["lr"])
+def half(net):
+    return net[0].weight.detach() * 0.5
 
 
-def by_hand(net, devices, optimizer):
-    model, criterion = DataParallelModel(net, devices), mse()
-    for x, y in random_batches(12):
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-
-
-def by_step(net, devices, optimizer):
-    step = TrainStep(DataParallelModel(net, devices), mse(), optimizer, micro_batch_size=2)
-    for x, y in random_batches(12):
-        step(x, y)
-
-
-OPTIMIZERS = [torch.optim.Adam, Unrecorded, ThroughData]
-CASES = [*itertools.product([by_hand, by_step], OPTIMIZERS)]
-
-
-@pytest.mark.usefixtures("double", "buckets")
-@pytest.mark.parametrize(
-    ("train", "kind"), slow_but(CASES, (by_hand, Unrecorded), (by_step, ThroughData))
-)
-def test_replicas_follow_every_optimizer(train, kind):
-    def trained(devices):
-        net = build_net().to(devices[0])
-        net[0].requires_grad_(False)
-        train(net, devices, kind(net.parameters(), 0.05))
-        return values_of(net)
-
-    expected = trained(["cpu"])
-    with simulate(3):
-        assert_equal(trained(SIMULATED), expected)
-
-
-def write_in_place(net):
-    with torch.no_grad():
-        net[0].weight.mul_(0.5)
+def half_of_state(net):
+    return {name: 0.5 * value for name, value in net.state_dict().items()}
 
 
 def write_in_inference_mode(net):
@@ -93,31 +56,9 @@ def write_in_inference_mode(net):
         net[0].weight.mul_(0.5)
 
 
-def set_data(net):
-    net[0].weight.data = net[0].weight.data * 0.5
-
-
 def set_data_of_all(net):
     vector = nn.utils.parameters_to_vector(net.parameters()).detach() * 0.5
     nn.utils.vector_to_parameters(vector, net.parameters())
-
-
-def swap(net):
-    torch.utils.swap_tensors(net[0].weight, nn.Parameter(net[0].weight.detach() * 0.5))
-
-
-def load(net):
-    net.load_state_dict({name: 0.5 * value for name, value in net.state_dict().items()})
-
-
-def load_by_assignment(net):
-    net.load_state_dict(
-        {name: 0.5 * value for name, value in net.state_dict().items()}, assign=True
-    )
-
-
-def replace(net):
-    net[0].weight = nn.Parameter(net[0].weight.detach() * 0.5)
 
 
 def unfreeze(net):
@@ -125,21 +66,31 @@ def unfreeze(net):
     net[0].weight.requires_grad_(True)
 
 
-WRITES = [write_in_place, write_in_inference_mode, set_data, set_data_of_all, swap]
-WRITES += [load, load_by_assignment, replace, unfreeze]
+WRITES = {
+    "in place": lambda net: net[0].weight.detach().mul_(0.5),
+    "in inference mode": write_in_inference_mode,
+    "assigned data": lambda net: setattr(net[0].weight, "data", half(net)),
+    "assigned data of all": set_data_of_all,
+    "swapped": lambda net: torch.utils.swap_tensors(net[0].weight, nn.Parameter(half(net))),
+    "loaded": lambda net: net.load_state_dict(half_of_state(net)),
+    "loaded by assignment": lambda net: net.load_state_dict(half_of_state(net), assign=True),
+    "replaced": lambda net: setattr(net[0], "weight", nn.Parameter(half(net))),
+    "unfrozen": unfreeze,
+}
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_replicas_follow_recorded_writes(write, is_trained):
+def test_replicas_follow_recorded_writes(name, is_trained):
     with simulate(3):
-        net = build_net().requires_grad_(is_trained and write is not unfreeze)
-        model, x = recorded(net), torch.randn(ROWS, 4)
+        net = build_net().requires_grad_(is_trained and name != "unfrozen")
+        model = recorded(net)
+        x = torch.randn(ROWS, 4)
         before = gather(model(x))
-        write(net)
+        WRITES[name](net)
         found = gather(model(x))
-        torch.testing.assert_close(found, net(x.to("sim:0")))
+        assert_close(found, net(x.to("sim:0")))
         assert not torch.equal(found, before)
 
 
@@ -158,7 +109,7 @@ def test_a_balanced_optimizer_does_not_lose_a_write(shard):
 
     net = build_net()
     other = copy.deepcopy(net)
-    expected = trained(net, DataParallelModel(net, ["cpu"]), torch.optim.SGD(net.parameters(), 0.1))
+    expected = trained(net, DataParallelModel(net, ["cpu"]), sgd(net))
     with simulate(3):
         model = recorded(other)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, shard=shard, lr=0.1)
@@ -168,14 +119,15 @@ def test_a_balanced_optimizer_does_not_lose_a_write(shard):
 @pytest.mark.usefixtures("double")
 def test_a_hook_of_a_balanced_optimizer_writes_to_a_frozen_weight():
     with simulate(3):
-        net, x = build_net(), torch.randn(ROWS, 4)
+        net = build_net()
+        x = torch.randn(ROWS, 4)
         net[0].requires_grad_(False)
         model = recorded(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
         optimizer.shards.inner.register_step_post_hook(lambda *_: net[0].weight.mul_(0.5))
         mse()(model(x), torch.randn(ROWS, 5)).backward()
         optimizer.step()
-        torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+        assert_close(gather(model(x)), net(x.to("sim:0")))
 
 
 @pytest.mark.usefixtures("double")
@@ -197,7 +149,7 @@ def test_a_balanced_optimizer_that_fails_leaves_the_copies_right():
         optimizer.shards.inner.fails = True
         with pytest.raises(RuntimeError, match="in the middle"):
             optimizer.step()
-        torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+        assert_close(gather(model(x)), net(x.to("sim:0")))
 
 
 @pytest.mark.usefixtures("double", "buckets")
@@ -206,10 +158,7 @@ def test_an_update_that_runs_again_after_an_out_of_memory(is_balanced):
     def trained(devices, fails):
         net = build_net().to(devices[0])
         model = DataParallelModel(net, devices)
-        kind = torch.optim.Adam
-        optimizer = (
-            BalancedOptimizer(model, kind, lr=0.05) if is_balanced else kind(net.parameters(), 0.05)
-        )
+        optimizer = balanced_or_plain(model, torch.optim.Adam, is_balanced, lr=0.05)
         step = TrainStep(model, mse(), optimizer, micro_batch_size="auto")
         for number, (x, y) in enumerate(random_batches(6)):
             if number == 2 and fails:
@@ -236,7 +185,7 @@ def test_two_models_share_a_parameter_that_each_of_them_trains():
         net = build_net().to(devices[0])
         other = nn.Sequential(net[0], nn.Tanh()).to(devices[0])
         models = [DataParallelModel(each, devices) for each in (net, other)]
-        optimizers = [ThroughData(net.parameters(), 0.1), Unrecorded(other.parameters(), 0.05)]
+        optimizers = [Unrecorded(net.parameters(), 0.1), Unrecorded(other.parameters(), 0.05)]
         for x, y in random_batches(8):
             for model, optimizer in zip(models, optimizers, strict=True):
                 optimizer.zero_grad()
@@ -244,14 +193,22 @@ def test_two_models_share_a_parameter_that_each_of_them_trains():
                 optimizer.step()
         return values_of(net)
 
-    expected = trained(["cpu"])
-    with simulate(3):
-        assert_equal(trained(SIMULATED), expected)
+    assert_same_on_devices(trained)
+
+
+def through_busiest(moved):
+    """Returns the bytes that one of four devices has sent to others and received from them."""
+    between = {ends: count for ends, count in moved.items() if "cpu" not in ends}
+    return max(
+        sum(count for ends, count in between.items() if f"sim:{index}" in ends)
+        for index in range(4)
+    )
 
 
 @pytest.mark.usefixtures("double")
-def test_bytes_do_not_depend_on_frozen_weights():
-    def moved(width, is_balanced):
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_bytes_do_not_depend_on_frozen_weights(is_balanced):
+    def moved(width):
         torch.manual_seed(0)
         with simulate(4) as cluster:
             net = (
@@ -260,12 +217,7 @@ def test_bytes_do_not_depend_on_frozen_weights():
                 .append(nn.Linear(4, 8, bias=False))
             )
             model = DataParallelModel(net.to("sim:0"))
-            kind = torch.optim.Adam
-            optimizer = (
-                BalancedOptimizer(model, kind, lr=0.05)
-                if is_balanced
-                else kind(net.parameters(), 0.05)
-            )
+            optimizer = balanced_or_plain(model, torch.optim.Adam, is_balanced, lr=0.05)
             step = TrainStep(model, mse(), optimizer)
             for x, _ in random_batches(4):
                 before = cluster.moved
@@ -273,19 +225,13 @@ def test_bytes_do_not_depend_on_frozen_weights():
             moved = cluster.moved - before
             return moved, sum(parameter.nbytes for parameter in net[2].parameters())
 
-    for is_balanced in (False, True):
-        (small, _), (large, size) = moved(8, is_balanced), moved(800, is_balanced)
-        assert small == large
-        between = [
-            sum(count for ends, count in large.items() if f"sim:{i}" in ends and "cpu" not in ends)
-            for i in range(4)
-        ]
-        assert size <= max(between) <= (3.3 if is_balanced else 4.3) * size
+    (small, _), (large, size) = moved(8), moved(800)
+    assert small == large
+    assert size <= through_busiest(large) <= (3.3 if is_balanced else 4.3) * size
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # peft 0.21 reads it
+# The version 0.21 of peft reads it.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.libraries
 @pytest.mark.usefixtures("double")
 def test_lora():
@@ -300,7 +246,8 @@ def test_lora():
             parameter.data.add_(0.1)
         model = DataParallelModel(net, devices)
         optimizer = torch.optim.AdamW(net.parameters(), 0.05)
-        step, seen = TrainStep(model, mse(), optimizer, micro_batch_size=2), []
+        step = TrainStep(model, mse(), optimizer, micro_batch_size=2)
+        seen = []
         for number, (x, y) in enumerate(random_batches(8)):
             before = cluster and cluster.moved
             with torch.no_grad(), net.disable_adapter():
@@ -330,11 +277,12 @@ def test_optimizers_of_another_library(name):
 
     def trained(devices):
         net = build_net().to(devices[0])
-        model, kind = DataParallelModel(net, devices), getattr(library, name)
+        model = DataParallelModel(net, devices)
+        kind = getattr(library, name)
         if name == "SAM":
             optimizer = kind(net.parameters(), base_optimizer=torch.optim.SGD, lr=0.05)
         elif name == "Lookahead":
-            optimizer = kind(torch.optim.SGD(net.parameters(), 0.05))
+            optimizer = kind(sgd(net, lr=0.05))
         else:
             optimizer = kind(net.parameters(), lr=0.05)
         seen = []
@@ -349,32 +297,27 @@ def test_optimizers_of_another_library(name):
                 seen.append(gather(model(x)).cpu())
         return [*seen, *values_of(net)]
 
-    expected = trained(["cpu"])
-    with simulate(3):
-        assert_equal(trained(SIMULATED), expected)
+    assert_same_on_devices(trained)
+
+
+REFRESH = "refresh='never', expected 'always' or 'recorded'"
+
+
+@pytest.mark.parametrize("call", [DataParallelModel, parallelize])
+def test_other_ways_to_refresh_are_refused(call):
+    with pytest.raises(ValueError, match=REFRESH):
+        call(build_net(), device_ids=["cpu"] * 2, refresh="never")
+    assert inspect.signature(call).parameters["refresh"].default == "recorded"
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_ranks_have_no_replicas_to_refresh(rank):
-    with pytest.raises(ValueError, match="refresh='never', expected 'always' or 'recorded'"):
+    with pytest.raises(ValueError, match=REFRESH):
         parallelize(build_net(), nn.MSELoss(), ["cpu"], refresh="never")
     model, criterion = parallelize(build_net(), nn.MSELoss(), ["cpu"])
     x, y = next(random_batches(1))
     assert criterion(model(x), y) > 0
-
-
-def test_settings():
-    with pytest.raises(
-        ValueError, match=re.escape("refresh='never', expected 'always' or 'recorded'")
-    ):
-        DataParallelModel(build_net(), ["cpu"] * 2, refresh="never")
-    with pytest.raises(
-        ValueError, match=re.escape("refresh=None, expected 'always' or 'recorded'")
-    ):
-        parallelize(build_net(), device_ids=["cpu"] * 2, refresh=None)
-    for call in (DataParallelModel, parallelize):
-        assert inspect.signature(call).parameters["refresh"].default == "recorded"
 
 
 @pytest.mark.parametrize("is_balanced", [False, True])
@@ -427,13 +370,8 @@ def test_an_update_of_a_balanced_optimizer_moves_three_times_the_parameters(by_s
                 mse()(model(x), x).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        moved = {
-            ends: count for ends, count in (cluster.moved - before).items() if "cpu" not in ends
-        }
-        through = [
-            sum(count for ends, count in moved.items() if f"sim:{i}" in ends) for i in range(4)
-        ]
-        assert max(through) <= 3.0 * net.weight.nbytes + 256  # and losses
+        # The losses are moved too.
+        assert through_busiest(cluster.moved - before) <= 3.0 * net.weight.nbytes + 256
 
 
 KINDS = [
@@ -466,7 +404,8 @@ def test_checksums_tell_other_bits_apart(dtype):
 def test_checksums_tell_places_and_signs_apart(distance):
     """Words stand in rows of 1021."""
     tensor = torch.linspace(1, 2, 1021 * 1022, dtype=torch.float64)
-    exchanged, negative = tensor.clone(), tensor.clone()
+    exchanged = tensor.clone()
+    negative = tensor.clone()
     exchanged[[0, distance]] = tensor[[distance, 0]]
     negative[[0, distance]] *= -1
     assert len({checksum([each]).item() for each in (tensor, exchanged, negative, -tensor)}) == 4

@@ -1,14 +1,15 @@
 """Writes that torch does not record, such as ``parameter.data.mul_()``: each forward has the values of the plain program."""
 
-import copy
 import itertools
 
 import pytest
 import torch
-from helpers.problems import build_net
+from helpers.optimizers import balanced_or_plain
+from helpers.problems import assert_equal, build_net
 from helpers.slow import slow_but
-from helpers.updates import ROWS, Unrecorded, assert_equal, random_batches, values_of
+from helpers.updates import ROWS, SIMULATED, assert_same_on_devices, random_batches, values_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -19,32 +20,9 @@ from balanced_parallel import (
     simulate,
 )
 
-SIMULATED = ["sim:0", "sim:1", "sim:2"]
-
 
 def mse():
     return DataParallelCriterion(nn.MSELoss())
-
-
-def multiply(net):
-    net[2].weight.data.mul_(0.5)
-
-
-def change_signs(net):
-    net[2].weight.data.neg_()
-
-
-def change_two_signs(net):
-    net[2].weight.data[1, 1:3].neg_()
-
-
-def permute_rows(net):
-    net[2].weight.data.copy_(net[2].weight.data.flip(0))
-
-
-def permute_elements(net):
-    flat = net[2].weight.data.view(-1)
-    flat.copy_(flat.roll(1))
 
 
 def exchange(net):
@@ -54,19 +32,19 @@ def exchange(net):
     second.copy_(kept)
 
 
-def add_little(net):
-    net[2].bias.data[-1] += 1e-14
+def roll(tensor):
+    tensor.copy_(tensor.roll(1))
 
 
-UNRECORDED = [
-    multiply,
-    change_signs,
-    change_two_signs,
-    permute_rows,
-    permute_elements,
-    exchange,
-    add_little,
-]
+UNRECORDED = {
+    "multiplied": lambda net: net[2].weight.data.mul_(0.5),
+    "negative": lambda net: net[2].weight.data.neg_(),
+    "two signs": lambda net: net[2].weight.data[1, 1:3].neg_(),
+    "permuted rows": lambda net: net[2].weight.data.copy_(net[2].weight.data.flip(0)),
+    "permuted elements": lambda net: roll(net[2].weight.data.view(-1)),
+    "exchanged": exchange,
+    "a little more": lambda net: net[2].bias.data[-1].add_(1e-14),
+}
 WHEN = [2, 9, 20, 33, 34, 36, 37]
 
 
@@ -91,10 +69,7 @@ def plain(net, batches, write):
 
 def on_devices(net, batches, write, is_balanced, by_step):
     model = DataParallelModel(net.to("sim:0"), SIMULATED)
-    kind = torch.optim.Adam
-    optimizer = (
-        BalancedOptimizer(model, kind, lr=0.02) if is_balanced else kind(net.parameters(), 0.02)
-    )
+    optimizer = balanced_or_plain(model, torch.optim.Adam, is_balanced, lr=0.02)
     step = TrainStep(model, mse(), optimizer, micro_batch_size=2)
     losses = []
     for number, (x, y) in enumerate(batches):
@@ -120,7 +95,7 @@ LAYOUTS = list(itertools.product([False, True], [False, True], [False, True]))
 def test_an_update_follows_writes_that_torch_does_not_record(is_frozen, is_balanced, by_step):
     def write(net, number):
         if number in WHEN:
-            UNRECORDED[WHEN.index(number)](net)
+            [*UNRECORDED.values()][WHEN.index(number)](net)
 
     def build():
         torch.manual_seed(0)
@@ -135,20 +110,21 @@ def test_an_update_follows_writes_that_torch_does_not_record(is_frozen, is_balan
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("write", UNRECORDED, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("name", UNRECORDED)
 @pytest.mark.parametrize("is_training", [False, True])
-def test_a_forward_follows_writes_that_torch_does_not_record(write, is_training):
+def test_a_forward_follows_writes_that_torch_does_not_record(name, is_training):
     with simulate(3), torch.set_grad_enabled(is_training):
         net = build_square().to("sim:0")
         net[2].requires_grad_(False)
         net[3].requires_grad_(False)
-        model, x = DataParallelModel(net), torch.randn(ROWS, 4)
+        model = DataParallelModel(net)
+        x = torch.randn(ROWS, 4)
         for _ in range(3):
             before = gather(model(x))
-            write(net)
+            UNRECORDED[name](net)
             found = gather(model(x))
             assert not torch.equal(found, before)
-            torch.testing.assert_close(found, net(x.to("sim:0")), rtol=1e-15, atol=1e-15)
+            assert_close(found, net(x.to("sim:0")), rtol=1e-15, atol=1e-15)
 
 
 class Anchored(torch.optim.SGD):
@@ -170,8 +146,9 @@ class Anchored(torch.optim.SGD):
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("refresh", ["recorded", "always"])
 def test_an_optimizer_is_made_of_values_that_torch_did_not_record(refresh):
-    def trained(net, devices):
-        model = DataParallelModel(net.to(devices[0]), devices, refresh=refresh)
+    def trained(devices):
+        net = build_net().to(devices[0])
+        model = DataParallelModel(net, devices, refresh=refresh)
         for x, y in random_batches(1):
             model(x)
             net[0].weight.data.mul_(2.0)
@@ -180,16 +157,14 @@ def test_an_optimizer_is_made_of_values_that_torch_did_not_record(refresh):
             optimizer.step()
         return values_of(net)
 
-    net = build_net()
-    expected = trained(copy.deepcopy(net), ["cpu"])
-    with simulate(3):
-        assert_equal(trained(net, SIMULATED), expected)
+    assert_same_on_devices(trained)
 
 
 @pytest.mark.usefixtures("double")
 def test_a_write_that_is_undone_after_a_failed_forward_is_followed():
     with simulate(3):
-        net, x = build_net().requires_grad_(False), torch.randn(ROWS, 4)
+        net = build_net().requires_grad_(False)
+        x = torch.randn(ROWS, 4)
         model = DataParallelModel(net.to("sim:0"))
         model(x)
         before = net[0].weight.clone()
@@ -197,23 +172,7 @@ def test_a_write_that_is_undone_after_a_failed_forward_is_followed():
         with pytest.raises(RuntimeError, match="shapes"):
             model(torch.randn(ROWS, 3))
         net[0].weight.data.copy_(before)
-        torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
-
-
-@pytest.mark.usefixtures("double")
-def test_an_evaluation_has_averages_that_are_swapped_in_and_merged_weights():
-    with simulate(3):
-        net, x = build_net(), torch.randn(ROWS, 4)
-        net[0].requires_grad_(False)
-        model = DataParallelModel(net.to("sim:0"))
-        model(x)
-        for factor in (0.5, 2.0):
-            for parameter in net.parameters():
-                parameter.data.mul_(factor)
-            with torch.set_grad_enabled(factor > 1):
-                torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
-                net[0].weight.data += 1
-                torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+        assert_close(gather(model(x)), net(x.to("sim:0")))
 
 
 class Limited(nn.Linear):
@@ -249,7 +208,7 @@ def test_a_forward_that_writes_to_its_weights(is_frozen, is_balanced):
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("is_balanced", [False, True])
 def test_rows_that_are_added_follow_a_write_between_them(is_balanced):
-    def trained(net, add, optimizer, apply):
+    def trained(net, add, apply):
         for number, (x, y) in enumerate(random_batches(4)):
             net[0].weight.data.mul_(1.0 + number / 10)
             add(x[:3], y[:3])
@@ -268,29 +227,31 @@ def test_rows_that_are_added_follow_a_write_between_them(is_balanced):
             optimizer.step()
             optimizer.zero_grad()
 
-        return trained(net, add, optimizer, apply)
+        return trained(net, add, apply)
 
     def together(net):
-        model, kind = DataParallelModel(net.to("sim:0"), SIMULATED), torch.optim.Adam
-        optimizer = (
-            BalancedOptimizer(model, kind, lr=0.02) if is_balanced else kind(net.parameters(), 0.02)
-        )
+        model = DataParallelModel(net.to("sim:0"), SIMULATED)
+        kind = torch.optim.Adam
+        optimizer = balanced_or_plain(model, kind, is_balanced, lr=0.02)
         step = TrainStep(model, mse(), optimizer)
-        return trained(net, step.add, optimizer, step.apply)
+        return trained(net, step.add, step.apply)
 
-    net = build_net()
-    net[0].bias.requires_grad_(False)
-    other = copy.deepcopy(net)
-    expected = alone(net)
+    def build():
+        net = build_net()
+        net[0].bias.requires_grad_(False)
+        return net
+
+    expected = alone(build())
     with simulate(3):
-        assert_equal(together(other), expected)
+        assert_equal(together(build()), expected)
 
 
 class Distilled(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.student, self.teacher = build_net(), build_net().requires_grad_(False)
+        self.student = build_net()
+        self.teacher = build_net().requires_grad_(False)
 
     def forward(self, x):
         return self.student(x) + self.teacher(x).detach()
@@ -307,24 +268,3 @@ def test_a_teacher_that_averages_the_student(by_step):
     expected = plain(Distilled(), random_batches(8), write)
     with simulate(3):
         assert_equal(on_devices(Distilled(), random_batches(8), write, True, by_step), expected)
-
-
-@pytest.mark.usefixtures("double")
-def test_a_generator_and_a_discriminator_with_fused_optimizers():
-    def trained(devices, kind):
-        torch.manual_seed(0)
-        both = [nn.Linear(4, 5).to(devices[0]), nn.Linear(5, 1).to(devices[0])]
-        first, second = (DataParallelModel(each, devices) for each in both)
-        optimizers = [kind(each.parameters(), 0.05) for each in both]
-        for x, _ in random_batches(6):
-            for turn, (sign, optimizer) in enumerate(zip((1.0, -1.0), optimizers, strict=True)):
-                both[1].requires_grad_(turn == 1)
-                for each in optimizers:
-                    each.zero_grad()
-                (sign * gather(second(first(x)))).tanh().mean().backward()
-                optimizer.step()
-        return values_of(*both)
-
-    expected = trained(["cpu"], torch.optim.AdamW)
-    with simulate(3):
-        assert_equal(trained(SIMULATED, Unrecorded), expected)

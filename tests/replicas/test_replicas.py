@@ -13,15 +13,16 @@ import weakref
 
 import pytest
 import torch
+from helpers.optimizers import assert_same, balanced_or_plain, sgd
 from helpers.problems import BODIES, build_net
 from helpers.releases import released_at_once
 from helpers.replicas import assert_follows, outputs_of, settled, write_unseen
 from helpers.slow import slow
 from helpers.traffic import NAMES, devices_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
-    BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
@@ -33,22 +34,9 @@ from balanced_parallel import (
 from balanced_parallel.replicas.replicas import window
 
 CPUS = ["cpu"] * 3
-RESIZED = "a parameter of another size"  # needs that the graph of the forward before is gone
+RESIZED = "a parameter of another size"  # The graph of the forward before must be gone.
 CHANGES = {
-    "an optimizer's step": lambda net: torch.optim.SGD(net.parameters(), 1.0).step(),
-    "assignment of .data": lambda net: setattr(
-        net[0].weight, "data", torch.ones_like(net[0].weight) / 3
-    ),
-    "a write in place": lambda net: net[2].bias.detach().add_(1),
-    "load_state_dict": lambda net: net.load_state_dict(
-        {name: value * 2 for name, value in net.state_dict().items()}
-    ),
-    "load_state_dict, assigned": lambda net: net.load_state_dict(
-        {name: value * 2 for name, value in net.state_dict().items()}, assign=True
-    ),
-    "a parameter replaced": lambda net: setattr(
-        net[0], "bias", nn.Parameter(torch.full((6,), 0.7, device="sim:0"))
-    ),
+    "an optimizer's step": lambda net: sgd(net, lr=1.0).step(),
     RESIZED: lambda net: (
         setattr(net[0].weight, "data", torch.ones(8, 4, device="sim:0")),
         setattr(net[0].bias, "data", torch.ones(8, device="sim:0")),
@@ -142,7 +130,7 @@ def test_only_the_first_replica_writes_to_the_module(devices):
         for _ in range(2):
             model(x)
         assert (net.seen.item(), net.calls, net.last.device) == (2 * 3, 2, model.devices[0])
-        torch.testing.assert_close(net.average.cpu(), 2 * x[:3].mean(0))
+        assert_close(net.average.cpu(), 2 * x[:3].mean(0))
 
 
 @released_at_once
@@ -168,7 +156,8 @@ def test_replicas_are_freed_with_the_model():
 
 @pytest.mark.usefixtures("buckets")
 def test_copies_and_pickles_of_the_model_have_no_replicas():
-    model, x = DataParallelModel(build_net(), CPUS), torch.randn(6, 4)
+    model = DataParallelModel(build_net(), CPUS)
+    x = torch.randn(6, 4)
     gather(model(x)).sum().backward()
     size = len(pickle.dumps(DataParallelModel(build_net(), CPUS)))
     model.zero_grad()
@@ -201,35 +190,25 @@ def test_tensors_of_layers_are_on_the_device_of_their_replica(name):
     seen = []
     with simulate(3):
         net = record_devices(LAYERS[name](), seen).to("sim:0")
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         outputs = model(torch.randn(7, 4))
         assert devices_of(outputs) == NAMES
         assert {one for one, _ in seen} == set(NAMES)
         assert all(one == other for one, other in seen)
         loss = criterion(outputs, torch.randint(5, (7,)))
         loss.backward()
-        assert set(
-            devices_of(
-                [
-                    loss,
-                    *(
-                        parameter.grad
-                        for parameter in net.parameters()
-                        if parameter.grad is not None
-                    ),
-                ]
-            )
-        ) == {"sim:0"}
-        assert devices_of([gather(outputs), gather(outputs, "sim:2"), gather(outputs, "cpu")]) == [
-            "sim:0",
-            "sim:2",
-            "cpu",
-        ]
+        gradients = [each.grad for each in net.parameters() if each.grad is not None]
+        assert {*devices_of([loss, *gradients])} == {"sim:0"}
+        places = [None, "sim:2", "cpu"]
+        found = [gather(outputs, place) for place in places]
+        assert devices_of(found) == ["sim:0", "sim:2", "cpu"]
 
 
 @pytest.mark.parametrize("converted", [False, True])
 def test_buffers_move_if_the_first_device_gets_no_rows(converted):
-    net, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.randn(6, 4)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    x = torch.randn(6, 4)
     expected = copy.deepcopy(net)
     expected(x)
     with simulate(2):
@@ -237,79 +216,89 @@ def test_buffers_move_if_the_first_device_gets_no_rows(converted):
         model(x)
         found = {name: buffer.cpu() for name, buffer in model.module.named_buffers()}
     for name, buffer in expected.named_buffers():
-        torch.testing.assert_close(found[name], buffer)
+        assert_close(found[name], buffer)
 
 
 def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
-
-        def forward(self, x):
-            return self.second(self.first(x).to(self.second.weight.dtype))
-
-    net = Net()
-    plain, x = copy.deepcopy(net), torch.randn(6, 4)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    x = torch.randn(6, 4)
+    net[1].register_forward_pre_hook(lambda layer, args: args[0].to(layer.weight.dtype))
+    plain = copy.deepcopy(net)
     with simulate(2):
         model = DataParallelModel(net)
         for number in range(3):
             for each, output in ((plain, plain(x)), (net, model(x).gather())):
-                optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+                optimizer = sgd(each)
                 optimizer.zero_grad()
                 output.pow(2).mean().backward()
                 optimizer.step()
-                each.second.to([torch.float32, torch.float64, torch.float64][number])
-        for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(
-                parameter.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-6
-            )
+                each[1].to([torch.float32, torch.float64, torch.float64][number])
+        assert_same(net, plain, tolerance=1e-5)
+
+
+class Moved:
+    """A model that refreshes its replicas always, and the bytes that go to its second device."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+        self.net = build_net().to("sim:0")
+        self.model = DataParallelModel(self.net, refresh="always")
+        self.x = torch.randn(6, 4)
+        self.model(self.x)
+        self.size = sum(parameter.nbytes for parameter in self.net.parameters())
+
+    def by(self, run):
+        before = self.cluster.moved
+        run()
+        return (self.cluster.moved - before)["sim:0", "sim:1"]
+
+    def by_forwards(self, count=1):
+        return self.by(lambda: [self.model(self.x) for _ in range(count)])
 
 
 @pytest.mark.usefixtures("buckets")
-def test_parameters_are_copied_by_every_forward_and_once_in_a_window():
+def test_parameters_are_copied_by_every_forward_and_in_a_window_where_torch_records_a_write():
     with simulate(3) as cluster:
-        net = build_net().to("sim:0")
-        model, criterion = (
-            DataParallelModel(net, refresh="always"),
-            DataParallelCriterion(nn.MSELoss()),
-        )
-        x, y = torch.randn(6, 4), torch.randn(6, 5)
-        model(x)
-        size = sum(parameter.nbytes for parameter in net.parameters())
+        moved = Moved(cluster)
+        weight = moved.net[0].weight
+        with moved.model.no_sync():
+            moved.by_forwards()
+            other = moved.by_forwards()
+            assert other < moved.size
+            weight.detach().mul_(2)
+            assert moved.by_forwards() == other + weight.nbytes
+        assert moved.by_forwards() == other + moved.size
 
-        def moved_by(run):
-            before = cluster.moved
-            run()
-            return (cluster.moved - before)["sim:0", "sim:1"]
 
-        def forward(times=1):
-            for _ in range(times):
-                model(x)
+WINDOWS = {
+    "no_sync": DataParallelModel.no_sync,
+    "inference": savings.inference,
+    "inference of an outer module": lambda model: savings.inference(nn.ModuleList([model])),
+}
 
-        with model.no_sync():
-            model(x)
-            other = moved_by(forward)
-            assert other < size
-            with torch.no_grad():
-                net[0].weight.mul_(2)  # torch records it
-            assert moved_by(forward) == other + net[0].weight.nbytes
-        assert moved_by(forward) == other + size
-        for block in (
-            model.no_sync,
-            lambda: savings.inference(model),
-            lambda: savings.inference(nn.ModuleList([model])),
-        ):
-            for _ in range(2):
-                with block():
-                    assert moved_by(lambda: forward(3)) == 3 * other + size
-            assert moved_by(lambda: forward(3)) == 3 * (other + size)
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=1
-        )
-        assert size <= moved_by(lambda: step(x, y)) < 2 * size
-        assert size <= moved_by(lambda: step.add(x, y)) < 2 * size
-        assert moved_by(lambda: step.add(x, y)) >= size
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("name", WINDOWS)
+def test_parameters_are_copied_once_in_each_window(name):
+    with simulate(3) as cluster:
+        moved = Moved(cluster)
+        three = moved.by_forwards(3)
+        for _ in range(2):
+            with WINDOWS[name](moved.model):
+                assert moved.by_forwards(3) == three - 2 * moved.size
+        assert moved.by_forwards(3) == three
+
+
+@pytest.mark.usefixtures("buckets")
+def test_parameters_are_copied_once_in_an_update_and_by_each_add():
+    with simulate(3) as cluster:
+        moved = Moved(cluster)
+        criterion = DataParallelCriterion(nn.MSELoss())
+        step = TrainStep(moved.model, criterion, sgd(moved.net), micro_batch_size=1)
+        batch = moved.x, torch.randn(6, 5)
+        for call in (step, step.add):
+            assert moved.size <= moved.by(lambda call=call: call(*batch)) < 2 * moved.size
+        assert moved.by(lambda: step.add(*batch)) >= moved.size
         step.apply()
 
 
@@ -344,14 +333,15 @@ def test_a_refresh_without_memory_is_made_again(fused):
     """A change that was seen, but not copied to every device, is not forgotten."""
     with simulate(3) as cluster:
         net = build_net().to("sim:0")
-        model, x = DataParallelModel(net), torch.randn(6, 4)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = DataParallelModel(net)
+        x = torch.randn(6, 4)
+        optimizer = sgd(net)
         failures = 0
         for number in range(1, 12):
             gather(model(x)).sum().backward()
             if fused:
                 for parameter in net.parameters():
-                    parameter.data.sub_(parameter.grad)  # without a version
+                    parameter.data.sub_(parameter.grad)  # Torch counts no version.
             else:
                 optimizer.step()
             optimizer.zero_grad()
@@ -361,7 +351,7 @@ def test_a_refresh_without_memory_is_made_again(fused):
             except torch.OutOfMemoryError:
                 failures += 1
                 found = gather(model(x), "cpu")
-            torch.testing.assert_close(found, net(x.to("sim:0")).cpu())
+            assert_close(found, net(x.to("sim:0")).cpu())
         assert failures > 3
 
 
@@ -402,11 +392,11 @@ def build():
 @pytest.mark.parametrize("count", [slow(2), 3, 4, slow(8)])
 def test_copies_of_a_bucket_go_to_the_first_device_or_in_rounds(count, balanced):
     with simulate(count) as cluster:
-        model, kind = DataParallelModel(build()), torch.optim.SGD
-        optimizer = (
-            BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
-        )
-        copies, x = Copies(cluster), torch.randn(2 * count, 4)
+        model = DataParallelModel(build())
+        kind = torch.optim.SGD
+        optimizer = balanced_or_plain(model, kind, balanced)
+        copies = Copies(cluster)
+        x = torch.randn(2 * count, 4)
         losses = [output.sum() for output in model(x)]
         copies.take()
         torch.autograd.backward(losses)
@@ -414,7 +404,7 @@ def test_copies_of_a_bucket_go_to_the_first_device_or_in_rounds(count, balanced)
         with window(model):
             model(x)
             copies.take()
-            optimizer.step()  # with values that are fresh
+            optimizer.step()
         parameters = copies.take()
         model(x)
         # parameters, unless the owners have published them, and buffers of two dtypes
@@ -437,10 +427,7 @@ def test_a_large_parameter_is_not_packed(balanced):
     size = 2**20
     with simulate(4) as cluster:
         model = DataParallelModel(nn.Linear(size // 4, 1, bias=False).to("sim:0"))
-        kind = torch.optim.SGD
-        optimizer = (
-            BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
-        )
+        optimizer = balanced_or_plain(model, torch.optim.SGD, balanced)
         for _ in range(2):
             losses = [output.sum() for output in model(torch.ones(4, size // 4))]
             cluster.reset_peak()

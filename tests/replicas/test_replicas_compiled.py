@@ -1,7 +1,6 @@
 """Compiled modules as replicas: the results of the plain program, a bounded number of graphs, and what is refused."""
 
 import contextlib
-import functools
 import itertools
 import os
 import warnings
@@ -13,9 +12,12 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from helpers import caches, unequal
 from helpers.compiled import ROWS, Graphs, Net, assert_same_run, batches, build, plain_run
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal
 from helpers.slow import slow, slow_but
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -32,10 +34,9 @@ from balanced_parallel.savings import inference
 CPUS = ["cpu"] * 3
 pytestmark = [
     pytest.mark.usefixtures("double", "fresh_compiler"),
-    pytest.mark.filterwarnings("ignore:.*global hooks on modules"),  # of the simulation
-    pytest.mark.filterwarnings(
-        "ignore:The .grad attribute of a Tensor that is not a leaf"
-    ),  # by the compiler, which reads it
+    # The simulation has global hooks, and the compiler reads gradients.
+    pytest.mark.filterwarnings("ignore:.*global hooks on modules"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 
@@ -64,13 +65,12 @@ def wrap(net, devices, way, **settings):
     return model
 
 
+def train_step(model, net, **settings):
+    return TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), sgd(net), **settings)
+
+
 def train(model, net, rows=ROWS, **settings):
-    step = TrainStep(
-        model,
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        **settings,
-    )
+    step = train_step(model, net, **settings)
     return [step(*batch) for batch in batches(rows)]
 
 
@@ -89,7 +89,8 @@ def train(model, net, rows=ROWS, **settings):
 )
 def test_ragged_batches_take_two_graphs(way, micro_batch_size, dynamic):
     """One for a single row, one for any other number of rows, and none for each replica. One more without dynamic shapes."""
-    net, graphs = build(), Graphs()
+    net = build()
+    graphs = Graphs()
     model = wrap(net, CPUS, way, backend=graphs, dynamic=dynamic)
     graphs.count = 0
     losses = train(model, net, micro_batch_size=micro_batch_size)
@@ -120,17 +121,8 @@ def test_threads_of_autograd_are_on_after_a_backward_that_fails():
         inputs = torch.ones(4, 13, requires_grad=True)
         inputs.register_hook(lambda gradient: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            train_once(model, net, inputs)
+            train_step(model, net)(inputs, torch.zeros(4, dtype=torch.long))
         assert torch.autograd.is_multithreading_enabled()
-
-
-def train_once(model, net, inputs):
-    step = TrainStep(
-        model,
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-    )
-    return step(inputs, torch.zeros(len(inputs), dtype=torch.long))
 
 
 @pytest.mark.parametrize("way", ["module.compile()", "torch.compile(module)"])
@@ -153,18 +145,16 @@ def test_evaluations_by_hand_on_several_devices():
         with torch.no_grad():
             outputs = model(inputs).gather("cpu")
             expected = net.last(torch.tanh(net.first(inputs.to(cluster.devices[0])))).cpu()
-        torch.testing.assert_close(outputs, expected)
+        assert_close(outputs, expected)
         with inference(model):
-            torch.testing.assert_close(model(inputs).gather("cpu"), expected)
+            assert_close(model(inputs).gather("cpu"), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler imports it
 def test_estimates_of_several_devices():
-    net, batch = (
-        build().float(),
-        (torch.zeros(6, 13, dtype=torch.float32), torch.zeros(6, dtype=torch.long)),
-    )
+    net = build().float()
+    batch = (torch.zeros(6, 13, dtype=torch.float32), torch.zeros(6, dtype=torch.long))
     settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
     expected = memory.estimate(net, nn.CrossEntropyLoss(), *batch, **settings)
     assert (
@@ -228,7 +218,7 @@ def test_a_failing_forward_leaves_the_module_as_it_was():
             name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())
         }
         with pytest.raises(Exception, match="two rows"):
-            train_once(model, net, torch.zeros(5, 13))
+            train_step(model, net)(torch.zeros(5, 13), torch.zeros(5, dtype=torch.long))
         assert before == {
             name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())
         }
@@ -249,13 +239,14 @@ def test_balanced_optimizer_and_rows_that_are_not_on_the_first_device():
 @pytest.mark.slow
 def test_rows_cut_by_cost():
     """Shards have any number of rows and any length, of which one is a shape of its own."""
-    net, graphs = unequal.build(), Graphs()
+    net = unequal.build()
+    graphs = Graphs()
     compiled = torch.compile(net, backend=graphs, dynamic=True)
     step = unequal.make_step(compiled, cost=unequal.length_of, collate=unequal.pad)
     for number in range(8):
         samples = unequal.make_samples(torch.randint(2, 30, (5 + number,)).tolist())
         expected, _, _ = unequal.plain(net, samples)
-        torch.testing.assert_close(step(samples), expected, rtol=1e-10, atol=1e-10)
+        assert_equal(step(samples), expected)
     assert graphs.count <= 2
 
 
@@ -273,18 +264,11 @@ def test_inductor():
 
 @pytest.mark.slow
 def test_states_have_the_names_of_the_module_that_was_compiled():
-    net, again = build(), build()
-    step = TrainStep(
-        DataParallelModel(torch.compile(net, backend="eager"), CPUS),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
-    )
+    net = build()
+    again = build()
+    step = train_step(DataParallelModel(torch.compile(net, backend="eager"), CPUS), net)
     step(*next(batches()))
-    plain = TrainStep(
-        DataParallelModel(again, CPUS[:1]),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9),
-    )
+    plain = train_step(DataParallelModel(again, CPUS[:1]), again)
     plain.load_state_dict(step.state_dict())
     assert torch.equal(again.first.weight, net.first.weight)
 
@@ -319,24 +303,14 @@ def test_compiled_criteria_with_a_divisor(name):
     for (inputs, targets), expected in zip(
         batches([7, 5]), plain_run([7, 5], lr=0.0)[0], strict=True
     ):
-        torch.testing.assert_close(
-            criterion(DataParallelModel(net, CPUS)(inputs), targets),
-            expected,
-            rtol=1e-10,
-            atol=1e-10,
-        )
+        assert_equal(criterion(DataParallelModel(net, CPUS)(inputs), targets), expected)
 
 
 def test_batch_norm_over_all_rows_is_refused():
-    class Normed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(13)
+    class Normed(nn.Sequential):
+        """A class of its own, as ``helpers.compiled.Net``."""
 
-        def forward(self, inputs):
-            return self.norm(inputs)
-
-    net = convert_sync_batchnorm(Normed())
+    net = convert_sync_batchnorm(Normed(nn.BatchNorm1d(13)))
     net.compile(backend="eager")
     with pytest.raises(
         TypeError,
@@ -347,12 +321,7 @@ def test_batch_norm_over_all_rows_is_refused():
 
 def test_a_compiled_wrapper_is_refused_by_a_step():
     model = DataParallelModel(build(), CPUS)
-    step = functools.partial(TrainStep, criterion=DataParallelCriterion(nn.CrossEntropyLoss()))
-    with pytest.raises(
-        TypeError,
-        match=r"OptimizedModule, expected .* without torch.compile: .* by model.compile\(\.\.\.\) of",
-    ):
-        step(
-            torch.compile(model, backend="eager"),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        )
+    compiled = torch.compile(model, backend="eager")
+    text = r"OptimizedModule, expected .* without torch.compile: .* by model.compile\(\.\.\.\) of"
+    with pytest.raises(TypeError, match=text):
+        train_step(compiled, model)

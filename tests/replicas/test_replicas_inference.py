@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import class_targets
+from helpers.problems import assert_equal, assert_same_gradients, class_batch, gradients
 from helpers.slow import slow_but
 from torch import nn
 
@@ -22,7 +22,8 @@ def make_net():
 
 
 def test_modes_are_put_back_after_an_error_too():
-    net, other = make_net(), nn.Dropout()
+    net = make_net()
+    other = nn.Dropout()
 
     def fail():
         with inference(net, other):
@@ -47,7 +48,7 @@ def test_modes_are_put_back_after_an_error_too():
 
 def test_evaluation_between_steps_leaves_training_as_it_is(double):
     """Replicas are made in the evaluation, and trained afterwards."""
-    inputs, targets = torch.randn(7, 4), class_targets(7, 2)
+    inputs, targets = class_batch(7, 2)
     plain = make_net().requires_grad_()
     plain[2].p = 0.0
     loss = F.cross_entropy(plain(inputs), targets)
@@ -55,21 +56,19 @@ def test_evaluation_between_steps_leaves_training_as_it_is(double):
     with simulate(3) as cluster:
         net = make_net()
         net[2].p = 0.0
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         for _ in range(2):
             with inference(model, criterion):
                 outputs = model(inputs)
                 assert all(output.is_inference() for output in outputs)
-                torch.testing.assert_close(
-                    gather(outputs, "cpu"), plain.eval()(inputs).detach(), rtol=1e-10, atol=1e-10
-                )
+                assert_equal(gather(outputs, "cpu"), plain.eval()(inputs))
                 assert not criterion(outputs, targets).requires_grad
             model.zero_grad()
             found = criterion(model(inputs), targets)
             found.backward()
-            torch.testing.assert_close(found.detach().cpu(), loss.detach(), rtol=1e-10, atol=1e-10)
-            for one, other in zip(net.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-10, atol=1e-10)
+            assert_equal(found.cpu(), loss)
+            assert_same_gradients(gradients(net), gradients(plain))
         assert [module.training for module in net.modules()] == [True, True, False, True, True]
         assert max(cluster.live) > 0
 
@@ -100,7 +99,9 @@ class Forces(nn.Module):
 
     def __init__(self, way):
         super().__init__()
-        self.way, self.first, self.second = way, nn.Linear(3, 6), nn.Linear(6, 1)
+        self.way = way
+        self.first = nn.Linear(3, 6)
+        self.second = nn.Linear(6, 1)
 
     def forward(self, x):
         with torch.enable_grad():
@@ -125,26 +126,24 @@ FORCES = [
 )
 def test_gradients_in_a_forward_under_no_grad(double, way, frozen, devices):
     """Shards had no graph to their input, and replicas on other devices had parameters without ``requires_grad``."""
-    plain, x = Forces(way), torch.randn(7, 3, requires_grad=True)
+    plain = Forces(way)
+    x = torch.randn(7, 3, requires_grad=True)
     with simulate(3):
         net = copy.deepcopy(plain)
-        model, inputs = (
-            DataParallelModel(net, devices),
-            x.detach().to("cpu" if devices else "sim:0").requires_grad_(),
-        )
+        model = DataParallelModel(net, devices)
+        inputs = x.detach().to("cpu" if devices else "sim:0").requires_grad_()
         model(inputs)
-        for module in (plain, net):  # after the copies were made
+        # The copies are there by then.
+        for module in (plain, net):
             module.first.requires_grad_(not frozen)
         model.refresh_replicas()
         with torch.no_grad():
             outputs = model(inputs)
             energies, forces = plain(x)
-        torch.testing.assert_close(
-            outputs.unzip()[0].gather("cpu"), energies, rtol=1e-10, atol=1e-10
-        )
+        assert_equal(outputs.unzip()[0].gather("cpu"), energies)
         parts = [part.cpu() for _, part in outputs]
         total = sum(parts) if way == "weight" else torch.cat(parts)
-        torch.testing.assert_close(total, forces, rtol=1e-10, atol=1e-10)
+        assert_equal(total, forces)
         copies = [copied for each in model.replicas.copies.by_device.values() for copied in each]
         expected = [parameter.requires_grad for parameter in net.parameters()]
         assert [copied.requires_grad for copied in copies] == expected * (0 if devices else 2)

@@ -13,9 +13,12 @@ import threading
 
 import pytest
 import torch
+from helpers.optimizers import balanced_or_plain
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import slow_but
+from helpers.updates import SIMULATED
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -28,12 +31,7 @@ from balanced_parallel import (
 )
 
 WINDOWS = 8
-LAYOUTS = [
-    ["sim:0", "sim:1", "sim:2"],
-    ["sim:1", "sim:0", "sim:1"],
-    ["sim:1", "sim:2"],
-    ["cpu", "sim:1", "cpu"],
-]
+LAYOUTS = [SIMULATED, ["sim:1", "sim:0", "sim:1"], ["sim:1", "sim:2"], ["cpu", "sim:1", "cpu"]]
 
 
 @contextlib.contextmanager
@@ -78,14 +76,13 @@ def check(
     inputs, targets = batches()
     expected = plain_gradients(build, inputs, targets)
     with simulate(3), streams():
-        model, criterion = (
-            DataParallelModel(convert(build()), devices),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DataParallelModel(convert(build()), devices)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         for x, target in zip(inputs, targets, strict=True):
-            x, target = place_inputs(x), place_targets(target)
+            x = place_inputs(x)
+            target = place_targets(target)
             criterion(model(x), target).backward()
-        assert_same_gradients([gradient.cpu() for gradient in gradients(model)], expected)
+        assert_same_gradients(gradients(model), expected)
 
 
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
@@ -101,12 +98,10 @@ class OnItsOwnStreams(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.operator, self.last, self.streams = (
-            nn.Linear(4, 6),
-            nn.Tanh(),
-            nn.Linear(6, 5),
-            {},
-        )
+        self.first = nn.Linear(4, 6)
+        self.operator = nn.Tanh()
+        self.last = nn.Linear(6, 5)
+        self.streams = {}
 
     def forward(self, x):
         x = self.first(x)
@@ -128,7 +123,8 @@ class LayersOnTheirOwnStreams(OnItsOwnStreams):
 
     def __init__(self):
         super().__init__()
-        self.first, self.operator = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.first = nn.Linear(4, 6)
+        self.operator = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         self.operator.append(self.operator[0])
 
 
@@ -152,7 +148,8 @@ class NormOnItsOwnStream(OnItsOwnStreams):
 
     def __init__(self):
         super().__init__()
-        self.first, self.operator = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.first = nn.Linear(4, 6)
+        self.operator = nn.BatchNorm1d(6)
 
 
 @pytest.mark.parametrize("devices", slow_but(LAYOUTS, LAYOUTS[0], LAYOUTS[3]), ids=str)
@@ -179,10 +176,7 @@ def test_training_on_other_streams_equals_the_plain_program(
         optimizer.step()
     with simulate(3), own_streams():
         model = DataParallelModel(build_net(), devices)
-        kind = torch.optim.AdamW
-        optimizer = (
-            BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
-        )
+        optimizer = balanced_or_plain(model, torch.optim.AdamW, balanced)
         step = TrainStep(
             model,
             DataParallelCriterion(nn.CrossEntropyLoss()),
@@ -191,26 +185,26 @@ def test_training_on_other_streams_equals_the_plain_program(
         )
         for x, target in zip(inputs, targets, strict=True):
             step(written_on("sim:2", x), written_on("sim:0", target))
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-10)
+        assert_close(
+            [one.cpu() for one in model.parameters()],
+            list(plain.parameters()),
+            rtol=1e-9,
+            atol=1e-10,
+        )
 
 
 def test_chained_models_on_other_streams_equal_the_plain_program(double):
     inputs, _ = batches()
     expected = [build_net(4)(x) for x in inputs]
     with simulate(3), own_streams():
-        first, second = (
-            DataParallelModel(build_net(4)),
-            DataParallelModel(nn.Identity(), ["sim:2", "sim:0", "sim:1"]),
-        )
+        first = DataParallelModel(build_net(4))
+        second = DataParallelModel(nn.Identity(), ["sim:2", "sim:0", "sim:1"])
         for x, result in zip(inputs, expected, strict=True):
             found = gather(second(first(written_on("sim:1", x))), "sim:1")
-            torch.testing.assert_close(found.cpu(), result)
+            assert_close(found.cpu(), result)
 
 
-CONCURRENT = [
-    *itertools.product([["sim:0", "sim:1", "sim:2"], ["cpu", "sim:0", "sim:1"]], [False, True])
-]
+CONCURRENT = [*itertools.product([SIMULATED, ["cpu", "sim:0", "sim:1"]], [False, True])]
 
 
 def together(*work):
@@ -261,7 +255,7 @@ def test_concurrent_forwards_and_backwards_equal_the_plain_program(devices, defe
         else:
             run()
         assert [*map(id, net.parameters())] == [*map(id, own)]
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(gradients(net), expected)
 
 
 @pytest.mark.usefixtures("double", "buckets")
@@ -290,42 +284,37 @@ def test_model_called_by_replicas_of_another_model():
     class Asks(nn.Module):
         def __init__(self, teacher):
             super().__init__()
-            self.own, self.ask = nn.Linear(4, CLASSES), teacher
+            self.own = nn.Linear(4, CLASSES)
+            self.ask = teacher
 
         def forward(self, x):
             return self.own(x) * self.ask(x).to(x.device)
 
-    x, net = torch.randn(7, 4), Asks(build_net())
+    x = torch.randn(7, 4)
+    net = Asks(build_net())
     net(x).square().sum().backward()
     with simulate(3):
         outer = copy.deepcopy(net)
         outer.zero_grad()
         teacher = outer._modules.pop("ask")
         teach = DataParallelModel(teacher)
-        object.__setattr__(
-            outer, "ask", lambda x: gather(teach(x))
-        )  # not a part of it, and asked by every replica
+        # It is no part of the module, and every replica asks it.
+        object.__setattr__(outer, "ask", lambda x: gather(teach(x)))
         gather(DataParallelModel(outer)(x)).square().sum().backward()
-        assert_same_gradients(
-            [gradient.cpu() for gradient in gradients(outer, teacher)], gradients(net)
-        )
+        assert_same_gradients(gradients(outer, teacher), gradients(net))
 
 
 @pytest.mark.usefixtures("double", "buckets")
 @pytest.mark.parametrize("rows", [7, 1])
 def test_model_called_in_its_own_forward_raises_an_error(rows):
-    class Itself(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.own = nn.Linear(4, 4)
-
+    class Itself(nn.Linear):
         def forward(self, x):
-            x = self.own(x)
+            x = super().forward(x)
             return self.call(x) if len(x) > 1 else x
 
     x = torch.randn(7, 4)
     with simulate(3):
-        net = Itself()
+        net = Itself(4, 4)
         own = [*map(id, net.parameters())]
         model = DataParallelModel(net)
         object.__setattr__(net, "call", lambda x: gather(model(x[:rows])))

@@ -6,10 +6,19 @@ import itertools
 
 import pytest
 import torch
-from helpers.problems import build_net
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal, build_net
 from helpers.slow import slow_but
-from helpers.updates import ROWS, Head, Unrecorded, assert_equal, random_batches, values_of
+from helpers.updates import (
+    ROWS,
+    Head,
+    Unrecorded,
+    assert_same_on_devices,
+    random_batches,
+    values_of,
+)
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 
@@ -49,7 +58,8 @@ def test_an_optimizer_with_writes_that_torch_does_not_record_trains_all_replicas
     kind, devices, micro_batch_size, scaled
 ):
     def trained(devices):
-        net, head = build_net(), Head()
+        net = build_net()
+        head = Head()
         model = DataParallelModel(net, devices)
         criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
         criterion.to(devices[0])
@@ -117,37 +127,15 @@ def mse(outputs, targets):
     return DataParallelCriterion(nn.MSELoss())(outputs, targets)
 
 
-def average_copied_for_evaluation(devices):
-    net = build_net().to(devices[0])
-    model, optimizer = DataParallelModel(net, devices), torch.optim.Adam(net.parameters(), 0.05)
-    averages = [parameter.detach().clone() for parameter in net.parameters()]
-
-    def write(values):
-        for parameter, value in zip(net.parameters(), values, strict=True):
-            parameter.data.copy_(value)
-
-    seen = []
-    for number, (x, y) in enumerate(random_batches(30)):
-        if number % 7 == 6:
-            stored = [parameter.detach().clone() for parameter in net.parameters()]
-            write(averages)
-            with torch.no_grad():
-                seen.append(gather(model(x)).cpu())
-            write(stored)
-        optimizer.zero_grad()
-        mse(model(x), y).backward()
-        optimizer.step()
-        for average, parameter in zip(averages, net.parameters(), strict=True):
-            average.lerp_(parameter.detach(), 0.2)
-    return [*seen, *values_of(net)]
-
-
 def average_swapped_for_evaluation(devices):
-    net, average = build_net().to(devices[0]), build_net().to(devices[0])
-    model, optimizer = DataParallelModel(net, devices), torch.optim.Adam(net.parameters(), 0.05)
+    net = build_net().to(devices[0])
+    average = build_net().to(devices[0])
+    model = DataParallelModel(net, devices)
+    optimizer = torch.optim.Adam(net.parameters(), 0.05)
     seen = []
     for number, (x, y) in enumerate(random_batches(30)):
-        for _ in range(2 if number % 7 == 6 else 0):  # there, and back
+        # The second exchange is the way back.
+        for _ in range(2 if number % 7 == 6 else 0):
             for mine, theirs in zip(net.parameters(), average.parameters(), strict=True):
                 mine.data, theirs.data = theirs.data, mine.data
             with torch.no_grad():
@@ -161,21 +149,24 @@ def average_swapped_for_evaluation(devices):
 
 
 def clamped_critic(devices):
-    critic, generator = build_net(1).to(devices[0]), build_net(4).to(devices[0])
-    critic_of, generate = DataParallelModel(critic, devices), DataParallelModel(generator, devices)
+    critic = build_net(1).to(devices[0])
+    generator = build_net(4).to(devices[0])
+    critic_of = DataParallelModel(critic, devices)
+    generate = DataParallelModel(generator, devices)
     for_critic, for_generator = (
         torch.optim.RMSprop(net.parameters(), 0.03) for net in (critic, generator)
     )
     for number, (x, _) in enumerate(random_batches(25)):
-        for (
-            parameter
-        ) in critic.parameters():  # that the generator's turn has used since it was trained
+        critic.requires_grad_(True)
+        # The generator's turn has used the critic since it was trained.
+        for parameter in critic.parameters():
             parameter.data.clamp_(-0.1, 0.1)
         for_critic.zero_grad()
         fake = gather(generate(x.flip(1))).detach()
         (gather(critic_of(fake)).mean() - gather(critic_of(x)).mean()).backward()
         for_critic.step()
         if number % 3 == 0:
+            critic.requires_grad_(False)
             for_generator.zero_grad()
             (-gather(critic_of(gather(generate(x)))).mean()).backward()
             for_generator.step()
@@ -184,21 +175,24 @@ def clamped_critic(devices):
 
 def write_between_two_forwards(devices):
     net = build_net().to(devices[0])
-    model, optimizer = DataParallelModel(net, devices), torch.optim.SGD(net.parameters(), 0.1)
+    model = DataParallelModel(net, devices)
+    optimizer = sgd(net)
     for x, y in random_batches(12):
         optimizer.zero_grad()
         first = mse(model(x), y)
         for parameter in net.parameters():
             parameter.data.mul_(0.9)
         second = mse(model(x + 1), y)
-        (first + second).backward()  # of the values there are by then, as torch does without a word
+        # The backward takes the values there are by then, as that of torch does.
+        (first + second).backward()
         optimizer.step()
     return values_of(net)
 
 
 def views_kept_over_steps(devices):
     net = build_net().to(devices[0])
-    model, optimizer = DataParallelModel(net, devices), torch.optim.SGD(net.parameters(), 0.1)
+    model = DataParallelModel(net, devices)
+    optimizer = sgd(net)
     model(torch.randn(ROWS, 4))
     views = [parameter.data.view(-1) for parameter in net.parameters()]
     for x, y in random_batches(12):
@@ -215,11 +209,9 @@ def clamped_criterion(devices):
     net = build_net().to(devices[0])
     torch.manual_seed(2)
     head = Head().to(devices[0])
-    model, criterion = (
-        DataParallelModel(net, devices),
-        DataParallelCriterion(head, weight=lambda x, y: x.size(0)),
-    )
-    optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], 0.1)
+    model = DataParallelModel(net, devices)
+    criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
+    optimizer = sgd(net, head)
     for x, y in random_batches(12):
         optimizer.zero_grad()
         criterion(model(x), y).backward()
@@ -230,7 +222,6 @@ def clamped_criterion(devices):
 
 
 LOOPS = [
-    average_copied_for_evaluation,
     average_swapped_for_evaluation,
     clamped_critic,
     write_between_two_forwards,
@@ -243,9 +234,7 @@ LOOPS = [
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_writes_through_data_equal_the_plain_program(loop):
     """Without a warning: there is nothing to be warned of."""
-    expected = loop(["cpu"])
-    with simulate(3):
-        assert_equal(loop(["sim:0", "sim:1", "sim:2"]), expected)
+    assert_same_on_devices(loop)
 
 
 class Momentum(nn.Module):
@@ -254,7 +243,8 @@ class Momentum(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.query, self.key = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.query = nn.Linear(4, 3)
+        self.key = nn.Linear(4, 3)
 
     def forward(self, x):
         with torch.no_grad():
@@ -265,15 +255,16 @@ class Momentum(nn.Module):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_forward_that_writes_parameters_runs_once_per_device(frozen, enabled):
-    x, expected = torch.randn(6, 4), Momentum()
+    x = torch.randn(6, 4)
+    expected = Momentum()
     output = expected(x)
     with simulate(2), torch.set_grad_enabled(enabled):
         for devices in (["sim:0", "sim:1"], ["cpu", "sim:1"]):
             net = Momentum()
             net.key.requires_grad_(not frozen)
             found = gather(DataParallelModel(net, devices)(x))
-            torch.testing.assert_close(found.cpu(), output)
-            torch.testing.assert_close(net.key.weight.cpu(), expected.key.weight)
+            assert_close(found.cpu(), output)
+            assert_close(net.key.weight.cpu(), expected.key.weight)
         for devices in (["cpu", "cpu"], ["sim:0", "sim:1", "sim:1"]):
             net = Momentum()
             net.key.requires_grad_(not frozen)

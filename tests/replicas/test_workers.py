@@ -17,6 +17,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.releases import released_at_once
 from helpers.slow import slow_but
 from torch import nn
@@ -69,7 +70,8 @@ def failing(error):
     ids=lambda error: type(error).__name__,
 )
 def test_errors_keep_their_type_and_name_the_replica(error):
-    text, arguments = str(error), error.args
+    text = str(error)
+    arguments = error.args
     with pytest.raises(type(error)) as caught:
         run_replicas([int, failing(error), int], CPUS)
     assert caught.value is error
@@ -86,7 +88,8 @@ def test_errors_of_a_single_replica_name_the_replica():
 
 
 def test_first_error_is_raised_after_all_workers_ended():
-    begun, finished = threading.Event(), threading.Event()
+    begun = threading.Event()
+    finished = threading.Event()
 
     def slow():
         begun.set()
@@ -186,7 +189,9 @@ def test_keyboard_interrupt_ends_exchanges_on_one_device(monkeypatch):
 
 def test_keyboard_interrupt_does_not_wait_for_a_hanging_replica(monkeypatch):
     monkeypatch.setattr(workers, "INTERRUPTED_SECONDS", 0.2)
-    pool, released, threads = WorkerPool(), threading.Event(), []
+    pool = WorkerPool()
+    released = threading.Event()
+    threads = []
 
     def hanging():
         threads.append(threading.current_thread())
@@ -224,7 +229,8 @@ class Recording(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.threads = nn.Linear(4, 5), {}
+        self.linear = nn.Linear(4, 5)
+        self.threads = {}
 
     def forward(self, x, target=None):
         self.threads.setdefault(str(x.device), set()).add(threading.current_thread())
@@ -243,11 +249,11 @@ class RecordingLoss(nn.MSELoss):
 
 def test_one_thread_per_replica_runs_all_forwards_and_the_criterion():
     with simulate(3):
-        net, loss = Recording(), RecordingLoss()
-        model, criterion = DataParallelModel(net), DataParallelCriterion(loss, weight="rows")
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1
-        )
+        net = Recording()
+        loss = RecordingLoss()
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(loss, weight="rows")
+        step = TrainStep(model, criterion, sgd(model), micro_batch_size=1)
         for _ in range(3):
             step(torch.randn(12, 4), torch.randn(12, 5))
             criterion(model(torch.randn(5, 4)), torch.randn(5, 5))
@@ -280,7 +286,8 @@ def test_threads_keep_nothing_of_the_forward_that_starts_them(monkeypatch):
 
 def test_threads_end_with_the_last_model():
     with simulate(3):
-        model, criterion = DataParallelModel(nn.Linear(4, 5)), DataParallelCriterion(nn.MSELoss())
+        model = DataParallelModel(nn.Linear(4, 5))
+        criterion = DataParallelCriterion(nn.MSELoss())
         criterion(model(torch.randn(6, 4)), torch.randn(6, 5)).backward()
         before = live_workers()
         assert len(before) == 3
@@ -308,7 +315,8 @@ def test_a_forward_inside_of_a_forward_gets_threads_of_its_own():
     class Outer(nn.Module):
         def __init__(self, inner):
             super().__init__()
-            self.linear, self.inner = nn.Linear(4, 4), [inner]
+            self.linear = nn.Linear(4, 4)
+            self.inner = [inner]
 
         def forward(self, x):
             return self.inner[0](self.linear(x)).gather(x.device)
@@ -344,7 +352,9 @@ class Interrupting(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.norm, self.presses = nn.Linear(4, 5), nn.BatchNorm1d(5), [True]
+        self.linear = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.presses = [True]
 
     def forward(self, x):
         if x.device.index == 1 and self.presses:
@@ -357,7 +367,8 @@ class Interrupting(nn.Module):
 def test_a_model_can_be_used_after_ctrl_c():
     with simulate(3):
         net = convert_sync_batchnorm(Interrupting())
-        own, model = [*map(id, net.parameters())], DataParallelModel(net)
+        own = [*map(id, net.parameters())]
+        model = DataParallelModel(net)
         with pytest.raises(KeyboardInterrupt):
             model(torch.randn(9, 4))
         assert [*map(id, net.parameters())] == own
@@ -372,7 +383,9 @@ class Large:
 @released_at_once
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_idle_worker_keeps_no_reference(fails):
-    pool, large, variable = WorkerPool(), Large(), contextvars.ContextVar("variable")
+    pool = WorkerPool()
+    large = Large()
+    variable = contextvars.ContextVar("variable")
     seen = weakref.ref(large)
 
     def work(large=large):

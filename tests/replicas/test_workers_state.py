@@ -42,10 +42,8 @@ def test_flops_of_all_replicas_are_counted(devices):
         for _ in range(5):
             with FlopCounterMode(display=False) as found:
                 outputs = model(x)
-            first, others = (
-                found.get_flop_counts()["DataParallelModel.module.0"],
-                found.get_flop_counts()["Sequential.0"],
-            )
+            first = found.get_flop_counts()["DataParallelModel.module.0"]
+            others = found.get_flop_counts()["Sequential.0"]
             assert sum([*first.values(), *others.values()]) == forward
             assert found.get_total_flops() == expected.get_total_flops()
             with FlopCounterMode(display=False) as found:
@@ -103,7 +101,7 @@ def test_saved_tensors_of_replicas_are_offloaded(double, devices):
         )
         model.zero_grad()
         offloaded = live_of_graph(torch.autograd.graph.save_on_cpu())
-        assert_same_gradients([gradient.cpu() for gradient in gradients(model)], gradients(plain))
+        assert_same_gradients(gradients(model), gradients(plain))
         for device in set(devices) - {"cpu"}:
             index = int(device[-1])
             assert offloaded[index] < 0.2 * kept[index]
@@ -121,9 +119,7 @@ def test_a_model_inside_of_activation_checkpointing(double, devices):
             model.zero_grad()
             outputs = checkpoint(lambda rows: model(rows).gather(), x, use_reentrant=False)
             criterion([outputs], torch.zeros(9, 5)).backward()
-            assert_same_gradients(
-                [gradient.cpu() for gradient in gradients(model)], gradients(plain)
-            )
+            assert_same_gradients(gradients(model), gradients(plain))
 
 
 def test_context_variables_reach_the_replicas():
@@ -182,7 +178,9 @@ BLOCKS = {
 @pytest.mark.parametrize("block", BLOCKS)
 def test_blocks_around_a_call_reach_the_replicas_and_stay_there_no_longer(block, devices):
     with simulate(3):
-        model, x, plain = DataParallelModel(Asks(), devices), torch.zeros(3, 2), Asks()(None)
+        model = DataParallelModel(Asks(), devices)
+        x = torch.zeros(3, 2)
+        plain = Asks()(None)
         assert [*model(x)] == [plain] * 3
         with BLOCKS[block]():
             expected = Asks()(None)
@@ -196,7 +194,8 @@ CPU = [torch.device("cpu")]
 
 def in_thread(work):
     """Returns the result of ``work`` in another thread, with the state of this one. Nothing of it stays there."""
-    state, found = ThreadState(CPU), []
+    state = ThreadState(CPU)
+    found = []
 
     def run():
         with state.enter():
@@ -251,7 +250,8 @@ class Noting(TorchFunctionMode):
 
 
 def test_the_order_of_modes_is_carried():
-    order, x = [], torch.ones(2)
+    order = []
+    x = torch.ones(2)
     with Noting("first", order), torch.device("meta"), Noting("second", order):
         assert in_thread(lambda: torch.empty(1).device.type) == "meta"
         order.clear()

@@ -5,53 +5,61 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ddp import cut_over_ranks
 from helpers.problems import build_net
 from helpers.ranks import on_ranks
+from torch.testing import assert_close
 
 from balanced_parallel import PerReplica, gather, parallelize, weighted_mean
 from balanced_parallel.runtime import collectives
 from balanced_parallel.runtime.collectives import compare_ranks
 from balanced_parallel.strategies.launch import end_process_group
 
+SIZES = [1, 0, 4]
+WHOLE = torch.arange(10.0, dtype=torch.float64).view(5, 2)
+NAMES = [["a"], [], ["b", "c", "d", "e"]]
+
+
+def rows_of_rank(rank):
+    parallelize(build_net(), torch.nn.MSELoss())
+    return WHOLE.split(SIZES)[rank].clone()
+
 
 @on_ranks(3)
-def test_gather_and_weighted_mean_over_uneven_ranks(rank):
-    torch.set_default_dtype(torch.float64)
-    parallelize(build_net(), torch.nn.MSELoss())
-    sizes = [1, 0, 4]
-    whole = torch.arange(10.0).view(5, 2)
-    mine = cut_over_ranks(whole, sizes, rank).clone().requires_grad_()
-    names = [["a"], [], ["b", "c", "d", "e"]][rank]
-    result = gather(
-        [{"x": mine, "names": names, "none": None, "rank": rank, "loss": torch.tensor(float(rank))}]
-    )
-    assert torch.equal(result["x"], whole), result["x"]
+def test_outputs_of_uneven_ranks_are_gathered_with_their_gradients(rank):
+    mine = rows_of_rank(rank).requires_grad_()
+    output = {"x": mine, "names": NAMES[rank], "none": None, "rank": rank}
+    result = gather([{**output, "loss": torch.tensor(float(rank))}])
+    assert torch.equal(result["x"], WHOLE)
     assert result["names"] == ["a", "b", "c", "d", "e"]
-    assert result["none"] is None
-    assert result["rank"] == [0, 1, 2]
+    assert (result["none"], result["rank"]) == (None, [0, 1, 2])
     assert result["loss"].tolist() == [0.0, 1.0, 2.0]
-    across = gather([mine.detach().t()], dim=1)
-    assert torch.equal(across, whole.t())
-    result["x"].pow(
-        3
-    ).sum().backward()  # every rank computes the same loss: gradients are its own, times the ranks
-    torch.testing.assert_close(mine.grad, 3 * 3 * mine.detach() ** 2)
+    # Every rank computes the same loss: gradients are its own, times the ranks.
+    result["x"].pow(3).sum().backward()
+    assert_close(mine.grad, 3 * 3 * mine.detach() ** 2)
     with pytest.raises(ValueError, match="on rank 0"):
         gather([torch.zeros(2, 3 + rank)])
-    without = gather([] if rank == 1 else [{"x": mine.detach(), "names": names, "none": None}])
-    assert torch.equal(without["x"], whole), without
-    assert without["names"] == result["names"]
-    time_major = PerReplica(
-        [] if rank == 1 else [mine.detach().t()], [] if rank == 1 else [sizes[rank]], 1
-    )
-    assert torch.equal(time_major.gather(), whole.t())
+
+
+@on_ranks(3)
+def test_rows_in_another_dimension_and_of_ranks_without_outputs_are_gathered(rank):
+    mine = rows_of_rank(rank)
+    assert torch.equal(gather([mine.t()], dim=1), WHOLE.t())
+    outputs = [] if rank == 1 else [{"x": mine, "names": NAMES[rank]}]
+    without = gather(outputs)
+    assert torch.equal(without["x"], WHOLE)
+    assert without["names"] == ["a", "b", "c", "d", "e"]
+    entries, sizes = ([], []) if rank == 1 else ([mine.t()], [SIZES[rank]])
+    assert torch.equal(PerReplica(entries, sizes, 1).gather(), WHOLE.t())
     with pytest.raises(ValueError, match="no outputs on any rank"):
         gather([])
-    mean = weighted_mean(
-        [torch.tensor(float("nan") if rank == 1 else rank + 1.0)], [[2, 0, 1][rank]]
-    )
-    torch.testing.assert_close(mean, torch.tensor(5.0 / 3))
+
+
+@on_ranks(3)
+def test_a_weighted_mean_over_ranks_leaves_out_those_of_weight_zero(rank):
+    rows_of_rank(rank)
+    loss = torch.tensor([1.0, float("nan"), 3.0][rank])
+    mean = weighted_mean([loss], [[2, 0, 1][rank]])
+    assert_close(mean, torch.tensor(5.0 / 3))
 
 
 @on_ranks(3, fresh=True)

@@ -5,16 +5,11 @@ import itertools
 import pytest
 import torch
 from helpers.ranks import run_ranks
+from helpers.steps import parallel_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import (
-    DataParallelModel,
-    TrainStep,
-    convert_sync_batchnorm,
-    parallelize,
-    simulate,
-)
+from balanced_parallel import DataParallelModel, convert_sync_batchnorm, parallelize, simulate
 from balanced_parallel.runtime.random_numbers import generator_states, seed_anew, set_generators
 
 X = torch.ones(6, 64)
@@ -42,7 +37,8 @@ def test_equal_shards_draw_different_numbers_that_follow_the_seed(devices):
         plain = nn.Dropout()(torch.ones(6 // len(devices), 64, device=devices[0])).cpu()
         torch.manual_seed(5)
         model = DataParallelModel(nn.Dropout(), devices)
-        first, second = masks(model), masks(model)
+        first = masks(model)
+        second = masks(model)
         assert first[0].equal(plain)
         assert not any(
             one.equal(other) for one, other in itertools.combinations([*first, *second], 2)
@@ -77,10 +73,8 @@ def test_states_that_were_set_stay():
         torch.manual_seed(5)
         model = DataParallelModel(nn.Dropout())
         masks(model)
-        states, of_cpu = (
-            [torch.sim.get_rng_state(index) for index in range(3)],
-            torch.get_rng_state(),
-        )
+        states = [torch.sim.get_rng_state(index) for index in range(3)]
+        of_cpu = torch.get_rng_state()
         expected = masks(model)
         torch.manual_seed(9)
         for index, state in enumerate(states):
@@ -110,7 +104,8 @@ def test_the_generator_of_the_cpu_stays():
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
-        self.drop, self.use_reentrant = nn.Dropout(), use_reentrant
+        self.drop = nn.Dropout()
+        self.use_reentrant = use_reentrant
 
     def forward(self, x):
         return checkpoint(self.drop, x, use_reentrant=self.use_reentrant)
@@ -133,7 +128,8 @@ def test_activation_checkpointing_draws_the_same_numbers_again(devices, use_reen
 class Mixing(nn.Module):
     def __init__(self):
         super().__init__()
-        self.drop, self.norm = nn.Dropout(), nn.BatchNorm1d(64)
+        self.drop = nn.Dropout()
+        self.norm = nn.BatchNorm1d(64)
 
     def forward(self, x):
         return self.drop(self.norm(self.drop(x)) + 1)
@@ -204,7 +200,9 @@ class Drawing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.drop, self.masks = nn.Linear(64, 64), nn.Dropout(), []
+        self.linear = nn.Linear(64, 64)
+        self.drop = nn.Dropout()
+        self.masks = []
 
     def forward(self, x):
         if x.isnan().any():
@@ -215,18 +213,15 @@ class Drawing(nn.Module):
 
 
 def draw_in_updates(rank, strategy):
-    model, criterion = parallelize(Drawing(), nn.MSELoss(), strategy=strategy)
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
+    step = parallel_step(Drawing(), nn.MSELoss(), strategy=strategy, micro_batch_size=2)
     parts = [torch.ones(rows, 64) for rows in ((5, 2) if rank == 0 else (2, 0))]
     drawn, following = [], []
     for _ in range(2):
         torch.manual_seed(5)
-        model.module.masks.clear()
+        step.model.module.masks.clear()
         for rows in parts:  # the second update has no rows on rank 1
             step(rows, rows)
-        if strategy == "ddp":  # of shards, other ranks would wait for it
+        if strategy == "ddp":  # Other ranks would wait for it if they had shards.
             step.add(parts[0], parts[0])
             if rank == 0:
                 with pytest.raises(ValueError, match="nan"):
@@ -236,7 +231,7 @@ def draw_in_updates(rank, strategy):
                     step.apply()
         step.add(parts[0], parts[0])
         step.apply()
-        drawn.append([*model.module.masks])
+        drawn.append([*step.model.module.masks])
         following.append(torch.rand(3).tolist())
     return drawn, following
 
@@ -266,7 +261,7 @@ def test_saved_generators_draw_the_same_again_and_new_seeds_are_different():
             draws, [torch.rand(4, device=device).cpu() for device in (*devices, "cpu")]
         )
         seen = draws[:2]
-        for first in (0, 2):  # of two ranks with two devices each
+        for first in (0, 2):  # Two ranks have two devices each.
             seed_anew(states["cpu"], devices, first)
             seen += [torch.rand(4, device=device).cpu() for device in devices]
             assert torch.equal(torch.rand(4), draws[3])

@@ -23,7 +23,8 @@ def philox_of_python(key, counter):
             (p0 >> 32) ^ words[3] ^ k1,
             p0 & 0xFFFFFFFF,
         ]
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+        k0 = (k0 + 0x9E3779B9) & 0xFFFFFFFF
+        k1 = (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return words
 
 
@@ -39,7 +40,8 @@ def test_philox_has_the_published_bits():
 
 def test_uniform_numbers_are_words_of_philox():
     seeds = torch.tensor([[5], [-3]])
-    single, double = uniform(seeds, 6, torch.float32), uniform(seeds, 6, torch.float64)
+    single = uniform(seeds, 6, torch.float32)
+    double = uniform(seeds, 6, torch.float64)
     words = philox(seeds, 12)
     assert torch.equal(single, (words[:, :6] % 2**24).float() / 2**24)
     assert torch.equal(double, ((words[:, ::2] * 2**32 + words[:, 1::2]) % 2**53).double() / 2**53)
@@ -79,10 +81,8 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_parts_of_a_batch_draw_the_numbers_of_the_whole(name, dtype):
-    x, draw = (
-        torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(0)).to(dtype),
-        DRAWS[name],
-    )
+    x = torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    draw = DRAWS[name]
 
     def run(rows):
         with drawing_by_row(11, rows, lambda count: draw(x[:1].expand(count, -1, -1))):
@@ -201,7 +201,8 @@ def test_operators_that_do_not_draw_with_their_arguments_are_those_of_torch():
 
 
 def test_layers_of_cudnn_are_refused_if_they_draw_between_them():
-    kernel, draws = row_random._KERNELS["_cudnn_rnn"], functools.partial(print, "_cudnn_rnn")
+    kernel = row_random._KERNELS["_cudnn_rnn"]
+    draws = functools.partial(print, "_cudnn_rnn")
     operator = torch.ops.aten._cudnn_rnn.default._schema
     assert [operator.arguments[place].name for place in (11, 12)] == ["dropout", "train"]
     arguments = [None] * 11
@@ -236,9 +237,7 @@ def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch, follows):
 
 
 def test_devices_whose_generators_torch_does_not_give_are_refused(monkeypatch):
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda device: types.SimpleNamespace()
-    )  # as torch.mps
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
     update = UpdateRandom(1)
     with (
         pytest.raises(

@@ -13,7 +13,10 @@ from torch import nn
 
 from balanced_parallel.runtime.row_random import Forward, UpdateRandom
 
-CPU, UPDATES, LINES, LENGTH = torch.device("cpu"), 24, 64, 512
+CPU = torch.device("cpu")
+UPDATES = 24
+LINES = 64
+LENGTH = 512
 ELEMENTS = LINES * LENGTH
 
 
@@ -34,7 +37,8 @@ def draw_uniform(seed, *shapes):
 
 
 def correlation(first, second):
-    first, second = first - first.mean(), second - second.mean()
+    first = first - first.mean()
+    second = second - second.mean()
     return (first * second).sum() / (first.norm() * second.norm()) * first.numel() ** 0.5
 
 
@@ -89,10 +93,8 @@ def test_a_correlation_would_be_seen(statistics):
 
 def test_moments_of_normal_and_exponential_numbers():
     with forward_of_update(7, 256, ("normal_", (2, 2)), ("exponential_", (2, 2))):
-        normal, exponential = (
-            torch.randn(256, 512, dtype=torch.float64),
-            torch.empty(256, 512).exponential_(),
-        )
+        normal = torch.randn(256, 512, dtype=torch.float64)
+        exponential = torch.empty(256, 512).exponential_()
     sigma = normal.numel() ** -0.5
     for power, (moment, variance) in enumerate([(0, 1), (1, 2), (0, 15), (3, 96)], 1):
         assert abs(normal.pow(power).mean() - moment) < 4 * variance**0.5 * sigma, power
@@ -101,7 +103,8 @@ def test_moments_of_normal_and_exponential_numbers():
 
 def test_rows_have_masks_of_their_own_in_each_update():
     """All rows, parts, draws and updates have different masks, whose elements are zero as often as they should."""
-    net, update_masks = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3)), []
+    net = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3))
+    update_masks = []
     for seed in range(8):
         with forward_of_update(
             seed, 32, ("bernoulli_.float", (2, 2, 2)), ("bernoulli_.float", (2, 2, 2))

@@ -11,7 +11,8 @@ from balanced_parallel.runtime.streams import on_streams
 
 def test_threads_that_enter_one_stream_get_back_their_own():
     """Replicas enter the streams of the caller. Without the global lock this failed at "Stream context stack is empty"."""
-    entered, left = threading.Event(), threading.Event()
+    entered = threading.Event()
+    left = threading.Event()
 
     def run(stream, before_end):
         with torch.Stream(stream.device) as own:

@@ -17,11 +17,12 @@ import types
 import pytest
 import torch
 from helpers.memory_problems import LanguageModel, conv_net, perceptron, tokens
-from helpers.problems import assert_same_gradients, gradients
+from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.releases import released_at_once
 from helpers.savings import WIDTH, Block, assert_unchanged
 from helpers.slow import slow, slow_but
 from torch import nn
+from torch.testing import assert_close
 from transformers import (
     DynamicCache,
     LlamaConfig,
@@ -71,7 +72,8 @@ def bytes_of_forward(cluster, net, inputs):
 
 def test_a_selective_checkpoint_keeps_more_than_a_plain_one_and_less_than_none():
     with simulate(1) as cluster:
-        net, inputs = LanguageModel(dropout=0.1).to("sim:0"), tokens(8).to("sim:0")
+        net = LanguageModel(dropout=0.1).to("sim:0")
+        inputs = tokens(8).to("sim:0")
         plain = bytes_of_forward(cluster, net, inputs)
         handle = savings.checkpoint_activations(net, selective=True)
         assert handle.parts == ("layers.0", "layers.1", "layers.2")
@@ -127,7 +129,7 @@ def test_retained_graphs_double_backward_and_nested_blocks(double):
         output.backward()
         found.append([x.grad, *(parameter.grad for parameter in net.parameters())])
     for others in found[1:]:
-        torch.testing.assert_close(others, found[0], rtol=1e-10, atol=1e-10)
+        assert_equal(others, found[0])
 
 
 def test_copies_pickles_and_hooks_of_checkpointed_modules():
@@ -228,7 +230,8 @@ class Drawing(nn.Module):
 
     def __init__(self, host=False):
         super().__init__()
-        self.weight, self.host = nn.Parameter(torch.ones(64)), host
+        self.weight = nn.Parameter(torch.ones(64))
+        self.host = host
 
     def forward(self, x):
         y = nn.functional.dropout(x * self.weight, 0.2)
@@ -260,7 +263,7 @@ def test_replicas_draw_the_same_numbers_again(devices, host):
             torch.rand(())
             state = torch.get_rng_state()
             output.sum().backward()
-            torch.testing.assert_close(output.detach(), x.grad, rtol=1e-6 if host else 0, atol=0)
+            assert_close(output, x.grad, rtol=1e-6 if host else 0, atol=0)
             assert state.equal(torch.get_rng_state())
 
 
@@ -278,7 +281,7 @@ def test_arguments_by_name_have_their_devices_numbers_and_autocast():
         output.sum().backward()
         assert output.dtype == torch.bfloat16
         mask = (output != 0).float() * 2
-        torch.testing.assert_close(x.grad, (mask + mask.t()) @ torch.ones(8, 8, device="sim:0"))
+        assert_close(x.grad, (mask + mask.t()) @ torch.ones(8, 8, device="sim:0"))
 
 
 class Boxed(nn.Linear):
@@ -307,7 +310,7 @@ def test_objects_as_arguments_and_layers_on_another_device_draw_the_same_numbers
         x = torch.ones(9, 64, device="sim:0", requires_grad=True)
         output = net(wrap(x))
         output.sum().backward()
-        torch.testing.assert_close(x.grad.cpu(), output.detach().cpu())
+        assert_close(x.grad.cpu(), output.cpu())
 
 
 def test_spectral_norm_runs_again_with_the_weight_of_the_forward(double):
@@ -329,7 +332,8 @@ def test_spectral_norm_runs_again_with_the_weight_of_the_forward(double):
 def test_hooks_of_saved_tensors_do_not_get_what_a_selective_checkpoint_keeps():
     """Torch 2.15 warned of it."""
     packed = []
-    net, inputs = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True)
+    net = nn.Linear(4, 3)
+    inputs = torch.ones(2, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor
     ):
@@ -379,11 +383,12 @@ def test_generation_has_its_cache():
     expected = net.generate(BATCH["input_ids"], max_new_tokens=4, do_sample=False)
     savings.checkpoint_activations(net)
     assert net.generate(BATCH["input_ids"], max_new_tokens=4, do_sample=False).equal(expected)
-    assert net(**BATCH, use_cache=True).past_key_values.get_seq_length() == 12  # also with a graph
+    assert net(**BATCH, use_cache=True).past_key_values.get_seq_length() == 12
 
 
 def test_a_cache_with_earlier_tokens_is_refused():
-    net, cache = llama().train(), DynamicCache()
+    net = llama().train()
+    cache = DynamicCache()
     with torch.no_grad():
         net(BATCH["input_ids"][:, :5], past_key_values=cache)
     savings.checkpoint_activations(net, blocks=["model.layers.1"])

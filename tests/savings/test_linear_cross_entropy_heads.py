@@ -8,9 +8,11 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import assert_same_gradients, gradients
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.ranks import on_ranks
 from helpers.slow import slow
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -50,9 +52,7 @@ def llama(**settings):
 
 def phi(**settings):
     sizes = {**SIZES, "num_key_value_heads": 2}
-    return build(
-        transformers.PhiConfig(**sizes | settings), transformers.PhiForCausalLM
-    )  # with a bias
+    return build(transformers.PhiConfig(**sizes | settings), transformers.PhiForCausalLM)
 
 
 def build(config, kind):
@@ -72,10 +72,7 @@ def batch(rows=5, positions=9):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, WORDS, (rows, positions), generator=generator)
     labels = tokens.clone()
-    labels[:3, 1:], labels[-1, 4:] = (
-        -100,
-        -100,
-    )  # with two replicas no label of the first shard counts
+    labels[:3, 1:], labels[-1, 4:] = (-100, -100)  # No label of the first of two shards counts.
     return tokens, labels
 
 
@@ -101,7 +98,7 @@ def test_loss_and_gradients_equal_those_of_the_logits(name, items):
     model, (tokens, labels) = MODELS[name](), batch()
     loss, expected = expected_of(model, tokens, labels, items)
     before = model(tokens, labels=labels, num_items_in_batch=items)
-    torch.testing.assert_close(before.loss.double(), loss, rtol=1e-5, atol=0)
+    assert_close(before.loss.double(), loss, rtol=1e-5, atol=0)
     replace_lm_head(model)
     replace_lm_head(model)  # once is enough
     output = model(tokens, labels=labels, num_items_in_batch=items)
@@ -109,7 +106,7 @@ def test_loss_and_gradients_equal_those_of_the_logits(name, items):
     assert "logits" not in output
     assert type(output) is type(before)
     output.loss.backward()
-    torch.testing.assert_close(output.loss.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(output.loss, loss)
     assert_same_gradients(gradients(model), expected)
     entries = model(tokens, labels=labels, return_dict=False, use_cache=False)
     assert [entry.dim() for entry in entries] == [0]
@@ -120,12 +117,7 @@ def test_labels_may_be_shifted_already():
     loss, _ = expected_of(model, tokens, labels)
     replace_lm_head(model)
     shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    torch.testing.assert_close(
-        model(tokens, labels=labels, shift_labels=shifted).loss.detach(),
-        loss,
-        rtol=1e-10,
-        atol=1e-10,
-    )
+    assert_equal(model(tokens, labels=labels, shift_labels=shifted).loss, loss)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -138,9 +130,10 @@ def test_generation_is_as_before(name):
         "attention_mask": torch.ones_like(tokens),
     }
     expected = model(tokens).logits, model.eval().generate(tokens, **settings)
-    keys, signature = list(model.state_dict()), inspect.signature(model.forward)
+    keys = list(model.state_dict())
+    signature = inspect.signature(model.forward)
     replace_lm_head(model)
-    torch.testing.assert_close(
+    assert_close(
         (model(tokens).logits, model.generate(tokens, **settings)), expected, rtol=0, atol=0
     )
     assert list(model.state_dict()) == keys
@@ -161,7 +154,7 @@ def test_training_on_simulated_devices_equals_the_plain_model(micro_batch_size):
     loss, expected = expected_of(model, tokens, labels)
     replace_lm_head(model)
     with simulate(2) as cluster:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = sgd(model, lr=0.0)
         step = TrainStep(
             DataParallelModel(model, cluster.devices),
             own_loss(),
@@ -170,8 +163,8 @@ def test_training_on_simulated_devices_equals_the_plain_model(micro_batch_size):
         )
         found = step({"input_ids": tokens, "labels": labels}, labels).cpu()
         model.cpu()
-        torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
-        assert_same_gradients([gradient.cpu() for gradient in gradients(model)], expected)
+        assert_equal(found, loss)
+        assert_same_gradients(gradients(model), expected)
 
 
 @pytest.mark.parametrize("name", ["gpt2, tied", slow("llama")])
@@ -184,7 +177,7 @@ def test_ranks_equal_the_plain_model(rank, name):
     mine = slice(0, 3) if rank == 0 else slice(3, 5)
     found = criterion(parallel(tokens[mine], labels=labels[mine]), labels[mine])
     found.backward()
-    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(found, loss)
     assert_same_gradients(gradients(model), expected)
 
 
@@ -205,7 +198,7 @@ def test_other_savings_apply_too(changes):
         assert [output.logits for output in outputs] == [None, None]
         found = own_loss()(outputs, labels)
         found.backward()
-    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(found, loss)
     assert_same_gradients(gradients(model), expected)
 
 
@@ -299,15 +292,14 @@ def test_models_of_peft_equal_the_plain_model(name, first):
     step = TrainStep(
         DataParallelModel(model, ["cpu"] * 2), own_loss(), optimizer, micro_batch_size=1
     )
-    torch.testing.assert_close(
-        step({"input_ids": tokens, "labels": labels}, labels), loss, rtol=1e-10, atol=1e-10
-    )
+    assert_equal(step({"input_ids": tokens, "labels": labels}, labels), loss)
     assert_same_gradients(gradients(model), expected)
-    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=0, atol=0)
+    assert_close(model(tokens).logits, plain(tokens).logits, rtol=0, atol=0)
     with model.disable_adapter():  # the head is the original one
-        found, expected = model(tokens, labels=labels).loss, loss_of_logits(model, tokens, labels)
+        found = model(tokens, labels=labels).loss
+        expected = loss_of_logits(model, tokens, labels)
     assert abs(expected - loss) > 1e-7
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert_equal(found, expected)
 
 
 @pytest.mark.filterwarnings(

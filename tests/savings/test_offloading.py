@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, gradients
 from helpers.releases import released_at_once
 from helpers.savings import assert_unchanged
@@ -51,11 +52,7 @@ def deep_net():
 
 
 def step_of(net):
-    return TrainStep(
-        DataParallelModel(net),
-        DataParallelCriterion(nn.MSELoss()),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-    )
+    return TrainStep(DataParallelModel(net), DataParallelCriterion(nn.MSELoss()), sgd(net))
 
 
 def test_the_host_never_waits_with_all_savings():
@@ -93,7 +90,7 @@ def test_activations_are_copied_once_and_parameters_never():
             loss.sum().backward()
         total = cluster.moved - before
         # The input, the three pieces of one storage, and the first product.
-        for moved in (forward, total):  # with some bytes of the replicas, which compare checksums
+        for moved in (forward, total):  # Replicas compare checksums, which takes some bytes.
             assert [round(moved[f"sim:{index}", "cpu"] / MIB, 3) for index in range(2)] == [5, 5]
         # The input of the replica comes from the host. The backward brings back what has left the device.
         assert forward["cpu", "sim:1"] == MIB
@@ -103,7 +100,8 @@ def test_activations_are_copied_once_and_parameters_never():
 
 def test_small_tensors_stay():
     with simulate(1) as cluster:
-        net, x = deep_net().to("sim:0"), torch.ones(1023, 256, device="sim:0")
+        net = deep_net().to("sim:0")
+        x = torch.ones(1023, 256, device="sim:0")
         with savings.offload_activations():
             net(x).sum().backward()
         assert not cluster.moved["sim:0", "cpu"]
@@ -128,7 +126,8 @@ def test_nothing_happens_on_the_cpu_and_without_a_graph():
 @released_at_once
 def test_memory_is_free_after_the_graph():
     with simulate(1) as cluster:
-        net, x = deep_net().to("sim:0"), torch.ones(1024, 256, device="sim:0")
+        net = deep_net().to("sim:0")
+        x = torch.ones(1024, 256, device="sim:0")
         before = cluster.live
         with OFFLOAD():
             loss = net(x).sum()
@@ -172,7 +171,8 @@ def test_double_backward_retained_graphs_and_parts_of_graphs(double, inside, str
     x = torch.randn(5, 256)
     expected = all_gradients(deep_net(), x, None)
     with simulate(1):
-        net, x = deep_net().to("sim:0"), x.to("sim:0")
+        net = deep_net().to("sim:0")
+        x = x.to("sim:0")
         if stream == "default":
             found = all_gradients(net, x, inside)
         else:
@@ -186,8 +186,10 @@ def test_double_backward_retained_graphs_and_parts_of_graphs(double, inside, str
 
 def test_use_on_two_streams(double):
     with simulate(1):
-        net, x = deep_net().to("sim:0"), torch.ones(4, 256, device="sim:0")
-        mine, other = torch.accelerator.current_stream(), torch.Stream("sim:0")
+        net = deep_net().to("sim:0")
+        x = torch.ones(4, 256, device="sim:0")
+        mine = torch.accelerator.current_stream()
+        other = torch.Stream("sim:0")
         with OFFLOAD():
             hidden = net[:8](x)
             other.wait_stream(mine)
@@ -201,18 +203,14 @@ def test_use_on_two_streams(double):
         net.zero_grad()
         hidden = net[:8](x)
         (3 * (net[8:](hidden).sum() + (hidden * hidden.tanh()).sum())).backward()
-        assert_same_gradients(
-            [each.cpu() for each in found], [each.cpu() for each in gradients(net)]
-        )
+        assert_same_gradients([each.cpu() for each in found], gradients(net))
 
 
 @pytest.mark.parametrize("what", ["activation", "parameter", "small activation"])
 def test_writes_in_place_to_saved_tensors_raise_an_error(what):
     with simulate(1, strict=False):
-        linear, x = (
-            nn.Linear(64, 64).to("sim:0"),
-            torch.ones(64, 64, device="sim:0", requires_grad=True),
-        )
+        linear = nn.Linear(64, 64).to("sim:0")
+        x = torch.ones(64, 64, device="sim:0", requires_grad=True)
         with savings.offload_activations(min_bytes=MIB if what == "small activation" else 1):
             hidden = linear(x).tanh()
             loss = hidden.square().sum()
@@ -245,7 +243,8 @@ def test_the_memory_of_checkpointed_blocks_is_offloaded():
         ("both", True, OFFLOAD),
     ):
         with simulate(1) as cluster:
-            net, x = deep_net().to("sim:0"), torch.ones(1024, 256, device="sim:0")
+            net = deep_net().to("sim:0")
+            x = torch.ones(1024, 256, device="sim:0")
             if checkpointed:
                 savings.checkpoint_activations(net)
             before = cluster.live[0]

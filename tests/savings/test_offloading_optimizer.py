@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.ranks import on_ranks, run_ranks
+from helpers.updates import values_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -69,14 +72,13 @@ def train(
 
 
 def assert_equal_states(first, second):
-    torch.testing.assert_close(
-        first.state_dict(), second.state_dict(), rtol=0, atol=2e-6, check_device=False
-    )
+    assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=2e-6, check_device=False)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_and_state_are_those_of_the_plain_optimizer(name):
-    plain, net = make_net(), make_net()
+    plain = make_net()
+    net = make_net()
     reference = train(plain, OPTIMIZERS[name], batches())
     with simulate(2):
         devices = ["sim:0", "sim:1"]
@@ -102,7 +104,7 @@ def test_updates_and_state_are_those_of_the_plain_optimizer(name):
         ]
         assert {tensor.device.type for tensor in tensors} == {"cpu"}
         assert_equal_states(optimizer, reference)
-        torch.testing.assert_close(
+        assert_close(
             list(net.parameters()), list(plain.parameters()), check_device=False, rtol=0, atol=2e-6
         )
         del optimizer, net
@@ -150,7 +152,8 @@ def test_parameters_without_gradients_stay_and_written_ones_count():
 @pytest.mark.usefixtures("trace_in_this_process")
 def test_devices_hold_no_state_and_an_estimate_knows_it():
     torch.manual_seed(0)
-    net, batch = nn.Linear(1024, 1024), (torch.zeros(4, 1024), torch.zeros(4, 1024))
+    net = nn.Linear(1024, 1024)
+    batch = (torch.zeros(4, 1024), torch.zeros(4, 1024))
     estimate = memory.estimate(
         net, nn.MSELoss(), *batch, device_kind="sim", savings="offload_optimizer"
     )
@@ -162,7 +165,8 @@ def test_devices_hold_no_state_and_an_estimate_knows_it():
         == 0
     )
     with simulate(1) as cluster:
-        model, criterion = DataParallelModel(net.to("sim:0")), DataParallelCriterion(nn.MSELoss())
+        model = DataParallelModel(net.to("sim:0"))
+        criterion = DataParallelCriterion(nn.MSELoss())
         step = TrainStep(model, criterion, torch.optim.AdamW(net.parameters()))
         savings.offload_optimizer(step.optimizer)
         for _ in range(2):
@@ -212,14 +216,14 @@ def train_on_ranks(rank):
         step = TrainStep(model, criterion, optimizer, max_grad_norm=0.3, micro_batch_size=2)
         for inputs, targets in batches():
             step(inputs[rank::2], targets[rank::2])
-        return [parameter.detach().cpu() for parameter in model.parameters()]
+        return values_of(model)
 
 
 def test_ranks_of_ddp_are_updated_with_reduced_gradients():
     plain = make_net()
     train(plain, OPTIMIZERS["adamw"], batches(), decay=1.0)
     for parameters in run_ranks(2, train_on_ranks):
-        torch.testing.assert_close(parameters, list(plain.parameters()), rtol=0, atol=2e-6)
+        assert_close(parameters, list(plain.parameters()), rtol=0, atol=2e-6)
 
 
 @on_ranks(2)
@@ -236,7 +240,7 @@ def test_shards_are_refused(rank):
 def test_a_closure_and_other_optimizers_are_refused():
     with simulate(2):
         net = make_net().to("sim:0")
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = sgd(net)
         savings.offload_optimizer(optimizer)
         with pytest.raises(
             TypeError, match="step.. got a closure, whose backward .* expected step"

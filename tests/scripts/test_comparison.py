@@ -5,44 +5,36 @@ import re
 import pytest
 from helpers.scripts import run, train
 
+FLAGS = "--simulate 4 --memory 2GiB --steps 3 --batch-size 8 --vocabulary 500 --table"
+
 
 @pytest.mark.slow
 def test_simulated_gpus_print_losses_and_memory_and_write_the_plot(tmp_path):
-    flags = [
-        "--simulate",
-        4,
-        "--memory",
-        "2GiB",
-        "--steps",
-        3,
-        "--batch-size",
-        8,
-        "--vocabulary",
-        500,
-        "--table",
-    ]
-    output, lines, summary = train(
-        tmp_path / "sim", *flags, "--plot", tmp_path / "plots" / "peak.png"
-    )
-    assert summary["devices"] == [f"sim:{index}" for index in range(4)]
+    plot = tmp_path / "plots" / "peak.png"
+    output, lines, summary = train(tmp_path / "sim", *FLAGS.split(), "--plot", plot)
+    names = [f"sim:{index}" for index in range(4)]
+    assert summary["devices"] == names
     assert output.startswith(
         "LanguageModel, 0.5 M parameters; 8 rows per update, AdamW, fp32; simulated GPUs: 3 updates\n"
     )
-    assert output.splitlines()[-1].startswith(f"wrote {tmp_path}/plots/peak.png, ")
+    assert output.splitlines()[-1].startswith(f"wrote {plot}, ")
     table = [line for line in output.splitlines() if line.lstrip().startswith("sim:")]
-    assert [line.split()[0] for line in table] == summary["devices"]
+    assert [line.split()[0] for line in table] == names
     assert "temporaries" in output
     assert "step 2: 1," in table[0]  # the loss
-    assert (tmp_path / "plots" / "peak.png").read_bytes().startswith(b"\x89PNG")
-    losses = [line["loss"] for line in lines]
-    plain, parallel, balanced = rows_of(output)
-    for name, _, others, _, _ in (plain, parallel, balanced):
-        assert others == pytest.approx(losses, rel=1e-4), name
-    assert (plain[0], parallel[0], balanced[0]) == (
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    check_rows(rows_of(output), [line["loss"] for line in lines])
+
+
+def check_rows(rows, losses):
+    """Checks that all programs have the same losses, and that memory is balanced by one of them."""
+    plain, parallel, balanced = rows
+    assert [row[2] for row in rows] == [pytest.approx(losses, rel=1e-4)] * 3
+    assert [row[0] for row in rows] == [
         "plain PyTorch, 1 GPU",
         "nn.DataParallel, 4 GPUs",
         "balanced_parallel, 4 GPUs",
-    )
+    ]
     assert parallel[3] / parallel[4] > 1.5  # the hottest over the mean
     assert balanced[3] / balanced[4] < 1.1
     assert plain[3] == plain[4]
@@ -67,7 +59,8 @@ def test_a_simulation_prints_one_line_for_each_configuration_and_no_table(tmp_pa
     done = run(
         "--simulate", 2, "--task", "digits", "--steps", 2, "--precision", "bf16", "--out", tmp_path
     )
-    output, errors = done.stdout, done.stderr.splitlines()
+    output = done.stdout
+    errors = done.stderr.splitlines()
     assert [line.partition(": loss")[0] for line in errors if line.startswith("step ")] == [
         "step 1/2",
         "step 2/2",

@@ -9,14 +9,7 @@ from helpers.scripts import SCRIPT
 
 
 def gpu_page(out, *flags):
-    settings = (
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        "0",
-        "-W",
-        "ignore:Module already imported",
-    )  # by run_script
+    settings = ("-p", "no:cacheprovider", "-n", "0", "-W", "ignore:Module already imported")
     done = run_script(SCRIPT.with_name("gpu_page.py"), "--out", out, *settings, *flags)
     assert out.exists(), done.stdout + done.stderr
     return done, out.read_text()

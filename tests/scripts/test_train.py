@@ -32,10 +32,9 @@ def test_losses_are_equal_on_one_device_three_replicas_two_ranks_and_shards(tmp_
         assert losses[name] == pytest.approx(losses["one"], rel=1e-4)
         assert validation[name] == pytest.approx(validation["one"], rel=1e-4)
         assert states[name].keys() == states["one"].keys()
-        for tensor, other in zip(states[name].values(), states["one"].values(), strict=True):
-            torch.testing.assert_close(
-                tensor, other, rtol=0, atol=0.04
-            )  # 12 steps of Adam move an element by 0.036 at most
+        torch.testing.assert_close(
+            list(states[name].values()), list(states["one"].values()), rtol=0, atol=0.04
+        )  # 12 steps of Adam move an element by 0.036 at most
 
 
 @pytest.mark.parametrize("task", [["digits"], slow(["text", "--vocabulary", 500])])
@@ -221,7 +220,7 @@ def test_plan_is_printed_without_training_also_where_the_script_is_copied(tmp_pa
     assert "rows per update on 2 x sim with 3.00 MiB" in done.stdout
     assert done.stdout.startswith("fits: yes, ")
     assert not (tmp_path / "nothing").exists()
-    (tmp_path / "comparison.py").unlink()  # for --simulate alone
+    (tmp_path / "comparison.py").unlink()  # Only --simulate needs it.
     done = run_script(
         tmp_path / "train.py", "--task", "digits", "--steps", 2, "--out", tmp_path / "out"
     )

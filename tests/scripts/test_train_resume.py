@@ -87,7 +87,7 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(undisturbed, tmp_path):
     assert len(lines_of(tmp_path)) == max(
         saved
     )  # the ranks may have passed step 4, whose checkpoint stays
-    train(tmp_path, *FLAGS, "--resume")  # in one process
+    train(tmp_path, *FLAGS, "--resume")
     losses = [
         [json.loads(line).get("loss", 0.0) for line in lines]
         for lines in (lines_of(tmp_path), undisturbed)

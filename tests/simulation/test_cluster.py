@@ -1,5 +1,6 @@
 """A cluster of simulated devices: its devices, its table, errors, and cleanup at the end of the block."""
 
+import copy
 import importlib
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import balanced_parallel
@@ -103,47 +105,37 @@ def test_tensors_can_only_be_copied_to_the_cpu_or_freed_after_the_block():
         assert cluster.live == [0, 0]
 
 
-def public_and_private_names(module):
-    return {name for name in dir(module) if not name.startswith("__")}
+def state_of_torch():
+    """Returns what a simulation may change: names, hooks, backends and random numbers of torch."""
+    # torch.optim has no attribute for this module.
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    modules = nn.modules.module, nn.parallel.comm, torch.cuda.nccl, optimizer
+    places = torch, torch._C, torch.Tensor, nn.Module, *modules
+    names = [{name for name in dir(place) if not name.startswith("__")} for place in places]
+    hooks = nn.modules.module._global_forward_pre_hooks, optimizer._global_optimizer_pre_hooks
+    backends = dist.Backend.default_device_backend_map, dist.Backend.backend_capability
+    found = names, [*map(len, hooks)], backends, torch.cuda.nccl.is_available
+    return *copy.deepcopy(found), torch.get_rng_state().tolist()
 
 
 def test_the_end_of_the_block_removes_patches_hooks_and_devices():
     net = nn.Linear(2, 2)
-    optimizer = importlib.import_module(
-        "torch.optim.optimizer"
-    )  # torch.optim has no attribute for this module
     with simulate(1):
         pass  # makes the changes that torch cannot undo
-    places = [
-        torch,
-        torch._C,
-        torch.Tensor,
-        nn.Module,
-        nn.parallel.comm,
-        torch.cuda.nccl,
-        nn.modules.module,
-        optimizer,
-    ]
-    names = [public_and_private_names(place) for place in places]
-    hooks = (
-        len(nn.modules.module._global_forward_pre_hooks),
-        len(optimizer._global_optimizer_pre_hooks),
-    )
-    modules, state, nccl = set(sys.modules), torch.get_rng_state(), torch.cuda.nccl.is_available
+    modules = set(sys.modules)
+    state = state_of_torch()
     with simulate(2):
         torch.rand(3, device="sim:1")
         assert nn.DataParallel(net.to("sim:0"))(torch.ones(2, 2)).shape == (2, 2)
-    assert [public_and_private_names(place) for place in places] == names
-    assert hooks == (
-        len(nn.modules.module._global_forward_pre_hooks),
-        len(optimizer._global_optimizer_pre_hooks),
-    )
+    assert state_of_torch() == state
     assert set(sys.modules) - modules <= {name for name in sys.modules if name.startswith("torch.")}
-    assert torch.cuda.nccl.is_available is nccl
-    assert torch.get_rng_state().equal(state)
+
+
+def test_programs_after_the_block_find_no_accelerator():
+    with simulate(2):
+        pass
     assert not torch.accelerator.is_available()
     assert torch.accelerator.device_count() == 0
-    torch.manual_seed(3)
     plain = nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
     torch.optim.Adam(plain.parameters()).step()  # queries the accelerator
@@ -185,7 +177,7 @@ def test_clusters_work_after_a_backward_and_in_forked_processes():
         "error",
         "-W",
         "ignore:The AccumulateGrad node's stream:UserWarning",
-    ]  # as in pyproject.toml
+    ]  # The settings are those of pyproject.toml.
     done = subprocess.run(
         [sys.executable, *quiet, "-c", LATE], capture_output=True, text=True, timeout=200
     )

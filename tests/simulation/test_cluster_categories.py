@@ -35,7 +35,7 @@ def test_categories_of_the_peak_add_up_to_it():
         assert parts["gradients"] == size
         assert (
             2 * size <= parts["optimizer state"] <= 2 * size + 4 * 512
-        )  # and a step count per parameter
+        )  # Each parameter has a step count.
         adam_step(cluster, net, rows=8192)
         parts = cluster.categories(0)  # now the peak is in the backward
         assert parts["activations"] >= 8192 * 1024 * 4
@@ -65,7 +65,8 @@ def test_categories_of_the_peak_survive_many_later_allocations():
         adam_step(cluster, net)
         inputs = torch.randn(4096, 64).to("sim:0")
         net(inputs).sum().backward()
-        expected, peak = cluster.categories(0), cluster.peak
+        expected = cluster.categories(0)
+        peak = cluster.peak
         del inputs
         small = torch.ones(4, device="sim:0")
         for _ in range(70_000):  # longer than the ledger's log

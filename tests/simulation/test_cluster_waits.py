@@ -92,8 +92,8 @@ def test_a_wait_is_found_with_its_kind_its_device_and_the_line_of_the_caller(nam
     assert (wait.kind, wait.device, wait.file) == (kind, torch.device("sim:1"), __file__)
     _, first = inspect.getsourcelines(call)
     assert first <= wait.line < first + 4
-    assert cluster.waits[-1] == wait  # after the block
-    if name != "repeat_interleave":  # its argument is copied too
+    assert cluster.waits[-1] == wait
+    if name != "repeat_interleave":  # The argument of that one is copied too.
         assert len(cluster.waits) == 1
 
 
@@ -241,7 +241,8 @@ def test_a_long_run_keeps_the_last_waits_and_counts_all(monkeypatch):
     monkeypatch.setattr(module, "MAX_WAITS", 5)
     with simulate(1) as cluster:
         parameter = torch.ones(4, device="sim:0", requires_grad=True)
-        layer, optimizer = nn.Flatten(0), torch.optim.SGD([parameter], lr=0.1)
+        layer = nn.Flatten(0)
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
         for _ in range(6):
             layer(parameter).sum().backward()
             optimizer.step()

@@ -18,10 +18,12 @@ def test_attention_allocates_no_matrix_of_probabilities(masked):
 
 
 def test_learned_bias_of_attention_gets_its_gradient():
-    query, bias = torch.randn(2, 2, 3, 4), torch.randn(1, 2, 3, 3)
+    query = torch.randn(2, 2, 3, 4)
+    bias = torch.randn(1, 2, 3, 3)
 
     def gradient(device):
-        query_there, bias_there = query.to(device), bias.to(device).requires_grad_()
+        query_there = query.to(device)
+        bias_there = bias.to(device).requires_grad_()
         F.scaled_dot_product_attention(
             query_there, query_there, query_there, attn_mask=bias_there
         ).pow(2).sum().backward()

@@ -134,7 +134,8 @@ def test_moved_bytes_are_counted_by_source_and_target_and_copies_are_listed_in_o
             ("sim:1", "sim:0"): 8000,
             ("sim:0", "cpu"): 40,
         }
-        before, copies = cluster.moved, len(cluster.copies)
+        before = cluster.moved
+        copies = len(cluster.copies)
         x.to("sim:1").cpu()
         x.to("sim:0", copy=True)
         torch.empty(0, device="sim:0").to("sim:1")
@@ -149,7 +150,8 @@ def test_moved_bytes_are_counted_by_source_and_target_and_copies_are_listed_in_o
 def test_the_allocation_that_is_asked_to_fail_raises_an_error_and_those_after_it_succeed():
     with simulate(2) as cluster:
         cluster.fail_allocation(3)
-        before, kept = cluster.allocations, [floats(1, "sim:0"), floats(1, "sim:1")]
+        before = cluster.allocations
+        kept = [floats(1, "sim:0"), floats(1, "sim:1")]
         with pytest.raises(
             torch.OutOfMemoryError, match=r"sim out of memory\. Tried to allocate 1024\.00 KiB"
         ):

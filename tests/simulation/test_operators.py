@@ -4,7 +4,10 @@ import copy
 
 import pytest
 import torch
+from helpers.optimizers import sgd
+from helpers.updates import values_of
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import simulate
 
@@ -97,7 +100,7 @@ def test_networks_give_the_results_of_the_cpu(name, training):
         for one, other in zip(found, expected, strict=True):
             assert (one is None) == (other is None)
             if one is not None:
-                torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
+                assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
         with torch.no_grad():
             evaluated = net.eval()(
                 inputs.to("sim:1")
@@ -149,22 +152,19 @@ def test_optimizers_give_the_results_of_the_cpu(name, way):
 
         for _ in range(3):
             optimizer.step(closure)
-        return [parameter.detach().cpu() for parameter in net.parameters()]
+        return values_of(net)
 
     expected = trained("cpu")
     with simulate(2):
         found = trained("sim:1")
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_scaler_scales_unscales_and_skips_steps():
     with simulate(1):
         net = nn.Linear(4, 4).to("sim:0")
-        optimizer, scaler = (
-            torch.optim.SGD(net.parameters(), 0.1),
-            torch.amp.GradScaler("sim", init_scale=1024.0),
-        )
+        optimizer = sgd(net)
+        scaler = torch.amp.GradScaler("sim", init_scale=1024.0)
         before = net.weight.clone()
         for bad in (False, True):
             optimizer.zero_grad()
@@ -197,7 +197,7 @@ def test_complex_tensors_and_lazy_conjugates_give_the_results_of_the_cpu():
         there = x.to("sim:0")
         conjugate = lambda x: torch.fft.fft(x).conj()  # noqa: E731
         for function in (torch.fft.rfft, torch.fft.ihfft, conjugate, lambda x: conjugate(x).imag):
-            torch.testing.assert_close(function(there).cpu(), function(x))
+            assert_close(function(there).cpu(), function(x))
 
 
 def test_missing_operators_raise_an_error_with_name_and_fix():

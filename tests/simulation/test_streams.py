@@ -72,7 +72,8 @@ def test_unsynchronized_streams_raise_an_error(program):
 
 def test_synchronized_streams_run_in_order():
     with simulate(2):
-        mine, other = torch.accelerator.current_stream(), stream_on()
+        mine = torch.accelerator.current_stream()
+        other = stream_on()
         tensor = torch.ones(4, device="sim:0")
         other.wait_stream(mine)
         with other:
@@ -100,7 +101,8 @@ def test_synchronized_streams_run_in_order():
 
 def test_record_stream_delays_reuse_of_memory():
     with simulate(1):
-        mine, other = torch.accelerator.current_stream(), stream_on()
+        mine = torch.accelerator.current_stream()
+        other = stream_on()
         allocate_and_read_on(other).record_stream(other)
         assert torch.zeros(4, device="sim:0").sum() == 0
         allocate_and_read_on(other)

@@ -6,20 +6,26 @@ import warnings
 import pytest
 import torch
 from helpers.ddp import WAYS, Chosen, assert_update, cut_over_ranks, make_update
+from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
+    assert_equal,
     assert_same_gradients,
     build_net,
+    class_batch,
     class_targets,
     gradients,
     plain_program,
 )
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
+from helpers.steps import parallel_step
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import TrainStep, gather, parallelize
+from balanced_parallel.runtime.collectives import gather_objects
 
 
 @on_ranks(2, timeout=200)
@@ -31,10 +37,7 @@ def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
         return graph
 
     net = nn.Sequential(*[nn.Linear(1700, 1700) for _ in range(3)])  # 33 MiB in several buckets
-    model, criterion = parallelize(torch.compile(net, backend=backend), nn.MSELoss())
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
+    step = parallel_step(torch.compile(net, backend=backend), nn.MSELoss(), micro_batch_size=2)
     step.add(torch.randn(2, 1700), torch.randn(2, 1700))
     count = len(graphs)
     assert count > 1, "the graph is not split at the buckets"
@@ -48,20 +51,19 @@ def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
 def test_accumulation_keeps_one_copy_of_the_gradients(rank):
     """Buckets are allocated before. A backward makes one gradient at a time, an eighth of all, and adds it there."""
     net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(8)])
-    model, criterion = parallelize(net, nn.MSELoss())
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
+
+    def places():
+        return {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
+
+    step = parallel_step(net, nn.MSELoss(), micro_batch_size=2)
     step(torch.randn(6, 500), torch.randn(6, 500))
-    buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
+    buckets = places()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         for _ in range(3):
             step.add(torch.randn(2, 500), torch.randn(2, 500))
-            assert {
-                parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()
-            } == buckets
+            assert places() == buckets
         step.apply()
     now = peak = 0
     for event in sorted(
@@ -77,12 +79,9 @@ def test_accumulation_keeps_one_copy_of_the_gradients(rank):
 def test_a_start_and_two_updates_print_no_warnings_of_torch(rank):
     with warnings.catch_warnings(action="error"):
         for strategy in ("ddp", "fsdp"):
-            model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy=strategy)
-            step = TrainStep(
-                model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-            )
+            step = parallel_step(build_net(), strategy=strategy, micro_batch_size=2)
             for rows in (4, 5 * rank):
-                step(torch.randn(rows, 4), class_targets(rows))
+                step(*class_batch(rows))
 
 
 @on_ranks(2)
@@ -184,10 +183,8 @@ class Words(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.last = (
-            nn.Embedding(11, 4, sparse=True).double(),
-            nn.Linear(4, CLASSES).double(),
-        )
+        self.embedding = nn.Embedding(11, 4, sparse=True).double()
+        self.last = nn.Linear(4, CLASSES).double()
 
     def forward(self, inputs):
         return self.last(self.embedding(inputs).mean(1))
@@ -202,9 +199,7 @@ def test_sparse_gradients_with_ranks_without_rows(rank):
     for way in WAYS:
         model, update = make_update(way, Words(), nn.CrossEntropyLoss())
         for _ in range(3):
-            torch.testing.assert_close(
-                update(*(cut_over_ranks(each, sizes, rank) for each in batch)), loss
-            )
+            assert_close(update(*(cut_over_ranks(each, sizes, rank) for each in batch)), loss)
             sparse, *others = gradients(model.module)
             assert sparse.is_sparse
             assert_same_gradients(
@@ -235,11 +230,12 @@ def test_comm_hook_buckets_contain_only_gradients(rank):
         model.register_comm_hook(None, quantize)
         for _ in range(3):
             found = update(*(cut_over_ranks(each, [200, 400], rank) for each in batch))
-            torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+            assert_equal(found, loss)
             assert_same_gradients(gradients(model.module), expected, 0.02 * largest.item())
 
 
-def check_powersgd(rank):
+@on_ranks(2, timeout=60)
+def test_powersgd_hook_does_not_hang(rank):
     """Callbacks of the hook start collectives, on threads of gloo, while the reducer starts those of the next bucket."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
         PowerSGDState,
@@ -248,14 +244,10 @@ def check_powersgd(rank):
 
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in two buckets
-    model, criterion = parallelize(net, nn.MSELoss())
-    model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.01))
-    return [step(torch.randn(8, 700), torch.randn(8, 700)).item() for _ in range(4)][-1]
-
-
-def test_powersgd_hook_does_not_hang():
-    first, second = run_ranks(2, check_powersgd, timeout=60)
+    step = parallel_step(net, nn.MSELoss(), lr=0.01)
+    step.model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+    losses = [step(torch.randn(8, 700), torch.randn(8, 700)).item() for _ in range(4)]
+    first, second = gather_objects(losses[-1])
     assert first == second
 
 
@@ -293,7 +285,8 @@ def check_loop(rank, first_is_empty, method):
     steps = [True, False, True] if first_is_empty else [False, True, True]
     for number, is_empty in enumerate(steps):
         torch.manual_seed(10 + number)
-        x, targets = torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(2, (6,))
+        x = torch.randn(6, 2, 4, 4, dtype=torch.float64)
+        targets = torch.randint(2, (6,))
         mine = slice(6, 6) if is_empty and rank else slice(0, 6)
         outputs = (
             model.call(method, x[mine])
@@ -307,7 +300,7 @@ def check_loop(rank, first_is_empty, method):
         expected = nn.functional.cross_entropy(plain(x)["logits"], targets)
         plain.zero_grad()
         expected.backward()
-        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=1e-10)
+        assert_equal(loss, expected)
         assert_same_gradients(gradients(model.module), gradients(plain))
         assert gather(outputs.map(lambda output: output.detach())).shape == (
             (6, 2) if is_empty else (12, 2)
@@ -343,7 +336,8 @@ class Changing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 6)
 
     def forward(self, inputs):
         hidden = self.first(inputs)
@@ -366,19 +360,17 @@ def check_exchanges(rank):
     by_hand = nn.parallel.DistributedDataParallel(copy.deepcopy(net))
     model, criterion = parallelize(net, nn.MSELoss())
     assert not model.find_unused_parameters  # torch would warn of it
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
-    inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
+    inputs = torch.randn(4, 4)
+    targets = torch.randn(4, 6)
 
     def update_by_hand():
         with by_hand.no_sync():
             nn.functional.mse_loss(by_hand(inputs[:2]), targets[:2]).backward()
         nn.functional.mse_loss(by_hand(inputs[2:]), targets[2:]).backward()
 
-    counts = [
-        exchanges_of(update_by_hand) for _ in range(2)
-    ]  # the reducer builds its buckets again after the first
+    # The reducer builds its buckets again after the first.
+    counts = [exchanges_of(update_by_hand) for _ in range(2)]
     for users in ([0, 1], [0, 1], [1], []):
         net.uses_second = rank in users
         counts.append(exchanges_of(lambda: step(inputs, targets)))
@@ -388,12 +380,8 @@ def check_exchanges(rank):
 
 def test_update_adds_one_small_exchange_to_plain_ddp_and_another_for_unused_parameters():
     """Loss, weight, and whether the backward of a rank has failed; then the parameters that no rank has used."""
-    assert run_ranks(2, check_exchanges)[0] == [
-        1,
-        2,
-        3,
-        3,
-    ]  # the other rank does not always wait for the last
+    # The other rank does not always wait for the last.
+    assert run_ranks(2, check_exchanges)[0] == [1, 2, 3, 3]
 
 
 @on_ranks(2)
@@ -403,12 +391,12 @@ def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
     net = Changing()
     plain = copy.deepcopy(net)
     model, criterion = parallelize(net, nn.MSELoss())
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.1, weight_decay=0.1
-    )  # an unused parameter with a zero would decay
+    # An unused parameter with a zero would decay.
+    optimizer = sgd(model, weight_decay=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
-    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
-    inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
+    by_hand = sgd(plain, weight_decay=0.1)
+    inputs = torch.randn(4, 4)
+    targets = torch.randn(4, 6)
 
     def loop():
         optimizer.zero_grad()
@@ -426,5 +414,4 @@ def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
         by_hand.zero_grad()
         nn.functional.mse_loss(plain(inputs), targets).backward()
         by_hand.step()
-        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert_close(list(net.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-12)

@@ -2,23 +2,24 @@
 
 import pytest
 import torch
-from helpers.ddp import WAYS, Chosen, assert_update, cut_over_ranks, make_update
+from helpers.ddp import WAYS, Chosen, assert_update, make_update
+from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
-    LOSSES,
     Calls,
-    OnTop,
+    assert_equal,
     assert_same_gradients,
     build_net,
+    class_batch,
     class_targets,
     gradients,
-    make_targets,
     plain_program,
 )
 from helpers.ranks import on_ranks, run_ranks
-from helpers.slow import slow_but
+from helpers.steps import parallel_step
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, parallelize
 from balanced_parallel.strategies import ranks
@@ -26,7 +27,8 @@ from balanced_parallel.strategies import ranks
 
 @on_ranks(2)
 def test_gradients_of_unregistered_parameters_raise_an_error(rank):
-    inputs, targets = torch.randn(4, 4, dtype=torch.float64), class_targets(4)
+    inputs = torch.randn(4, 4, dtype=torch.float64)
+    targets = class_targets(4)
     for way in WAYS:
         module = Chosen()
         module.first.requires_grad_(False)
@@ -65,66 +67,11 @@ def test_loss_is_on_its_way_to_the_host_before_the_last_backward(rank):
         net[2].register_forward_hook(
             lambda *of: of[2].register_hook(lambda gradient: events.append("backward")) and None
         )
-        model, criterion = parallelize(net, nn.CrossEntropyLoss())
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-        )
-        step(torch.randn(4, 4), class_targets(4))
+        step = parallel_step(net, micro_batch_size=2)
+        step(*class_batch(4))
     finally:
         ranks.start_copy = start_copy
     assert events == ["backward", "start", "backward", "wait"]
-
-
-def check_losses(rank, sizes, micro_batch_size, names):
-    """Plain loops and windows; sizes are the ranks' rows."""
-    torch.set_default_dtype(torch.float64)
-    rows = sum(sizes)
-    for name in names:
-        make_criterion, kind = LOSSES[name]
-        torch.manual_seed(0)
-        criterion, inputs = make_criterion(), torch.randn(rows, 4)
-        targets = make_targets(
-            kind, rows, ignored=sizes[0]
-        )  # with class targets, the first rank counts nothing
-        plain = OnTop(name)
-        loss, expected = plain_program(plain, criterion, inputs, targets)
-        my_inputs = cut_over_ranks(inputs, sizes, rank)
-        my_targets = tuple(cut_over_ranks(target, sizes, rank) for target in targets)
-
-        model, parallel = parallelize(OnTop(name), criterion)
-        found = parallel(model(my_inputs), *my_targets)
-        found.backward()
-        torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
-        assert_same_gradients(gradients(model.module, criterion), expected)
-
-        criterion = make_criterion()
-        model, parallel = parallelize(OnTop(name), criterion)
-        optimizer = torch.optim.SGD([*model.parameters(), *parallel.parameters()], lr=0.1)
-        step = TrainStep(model, parallel, optimizer, micro_batch_size=micro_batch_size)
-        torch.testing.assert_close(step(my_inputs, my_targets), loss, rtol=1e-10, atol=1e-10)
-        assert_same_gradients(gradients(model.module, criterion), expected)
-
-
-ALL = [*LOSSES]
-FEW = [
-    "CrossEntropyLoss, weight, smoothing",
-    "MSELoss, sum",
-    "GaussianNLLLoss",
-    "CTCLoss",
-    "AdaptiveLogSoftmaxWithLoss",
-]
-CASES = [
-    ([4, 5], None, ALL),
-    ([1, 6], 2, ALL),
-    ([5, 0, 2], None, ALL),
-    ([5, 0, 2], 2, ALL),
-    ([5, 0, 2], 2, FEW),
-]
-
-
-@pytest.mark.parametrize(("sizes", "micro_batch_size", "names"), slow_but(CASES, CASES[-1]))
-def test_ranks_equal_the_plain_program(sizes, micro_batch_size, names):
-    run_ranks(len(sizes), check_losses, sizes, micro_batch_size, names)
 
 
 @on_ranks(2)
@@ -132,7 +79,7 @@ def test_gradients_of_parameters_without_an_optimizer_are_exact(rank):
     """The gradients of all parameters are the true ones, whichever optimizer has them."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    batch = torch.randn(7, 4), class_targets(7)
+    batch = class_batch(7)
     expected = plain_program(build_net(), torch.nn.CrossEntropyLoss(), *batch)
     model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
     step = TrainStep(
@@ -145,7 +92,9 @@ def test_gradients_of_parameters_without_an_optimizer_are_exact(rank):
 
 def test_parameter_captured_by_the_criterion_gets_an_exact_gradient(double):
     """The criterion is a function that learns a parameter of its own, which no reducer knows. One device: nothing to reduce."""
-    inputs, targets, net = torch.randn(7, 4), torch.rand(7, 5), build_net()
+    inputs = torch.randn(7, 4)
+    targets = torch.rand(7, 5)
+    net = build_net()
     scale = nn.Parameter(torch.tensor(2.0))
 
     def criterion(output, target):
@@ -184,10 +133,8 @@ class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.scale = (
-            nn.Linear(4, 6).double(),
-            nn.Parameter(torch.full((6,), 2.0, dtype=torch.float64)),
-        )
+        self.layer = nn.Linear(4, 6).double()
+        self.scale = nn.Parameter(torch.full((6,), 2.0, dtype=torch.float64))
 
     def forward(self, inputs):
         hidden = self.layer(inputs)
@@ -197,7 +144,8 @@ class Scaled(nn.Module):
 @on_ranks(2)
 def test_parameters_that_are_reached_without_a_gradient_have_none(rank):
     torch.manual_seed(1)
-    inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    targets = torch.randn(6, 6, dtype=torch.float64)
     for way in WAYS:
         plain, (model, update) = Scaled(), make_update(way, Scaled(), nn.MSELoss())
         for learners in ([], [0], [], [0, 1], []):
@@ -217,7 +165,8 @@ def test_parameters_that_are_reached_without_a_gradient_have_none(rank):
 @on_ranks(2)
 def test_first_backward_may_fail_anywhere(rank, place, frozen):
     """The first backward fails on one rank, before it has reached a parameter, at one of them, or behind it."""
-    plain, net = build_net(), build_net()
+    plain = build_net()
+    net = build_net()
     model, criterion = parallelize(net, nn.CrossEntropyLoss())
     for module in (plain, net):
         module[0].weight.requires_grad_(not frozen)
@@ -237,43 +186,40 @@ def test_first_backward_may_fail_anywhere(rank, place, frozen):
         net.register_forward_hook(
             lambda *of: of[2].requires_grad and of[2].register_hook(fail) and None
         )
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
-    inputs, targets = torch.randn(5, 4), class_targets(5)
+    step = TrainStep(model, criterion, sgd(model, lr=0.0))
+    inputs, targets = class_batch(5)
     with pytest.raises(
         (ValueError, RuntimeError), match="this rank fails" if rank == 0 else "1 of 2 ranks failed"
     ):
         step(inputs, targets)
     loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
     for _ in range(3):
-        torch.testing.assert_close(step(inputs, targets), loss)  # the same rows on both ranks
+        assert_close(step(inputs, targets), loss)  # Both ranks have the same rows.
         assert_same_gradients(gradients(net), expected, 1e-6)
 
 
 @on_ranks(2)
 def test_parameters_have_no_hooks(rank):
     """A hook that is removed leaves an empty dictionary, which each backward asks: it would take 4 % of a small one."""
-    inputs, targets = torch.randn(5, 4), class_targets(5)
+    inputs, targets = class_batch(5)
     for way in WAYS:
         model, update = make_update(way, build_net(), nn.CrossEntropyLoss())
         for _ in range(2):
             update(inputs, targets)
-        assert all(parameter._backward_hooks is None for parameter in model.parameters())
-        assert all(
-            parameter._post_accumulate_grad_hooks is None for parameter in model.parameters()
-        )
+        for parameter in model.parameters():
+            assert parameter._backward_hooks is None
+            assert parameter._post_accumulate_grad_hooks is None
 
 
 @on_ranks(2)
 def test_gradients_do_not_depend_on_the_previous_update(rank):
     """Gradients are divided as they are made, by about what the window before weighed. That must not show in any bit."""
     torch.manual_seed(0)
-    inputs, targets = torch.randn(32, 4), class_targets(32, 7)
+    inputs, targets = class_batch(32, 7)
     model, criterion = parallelize(build_net().float(), torch.nn.CrossEntropyLoss())
     found = []
     for before, rows in ((None, 11), (3, 11), (11, 11), (20, 11), (None, 16), (16, 16)):
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=4
-        )
+        step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=4)
         if before is not None:
             step(inputs[-before:], targets[-before:])
         with Calls(torch.ops.aten._foreach_mul_.Scalar) as multiplications:
@@ -285,19 +231,14 @@ def test_gradients_do_not_depend_on_the_previous_update(rank):
         for one, other in zip(found[0][0], some, strict=True)
     )
     assert all(map(torch.equal, found[4][0], found[5][0]))
-    assert [seen for _, seen in found] == [
-        1,
-        1,
-        1,
-        1,
-        1,
-        0,
-    ]  # nothing is left to divide where both weigh the same power of two
+    # Nothing is left to divide where both weigh the same power of two.
+    assert [seen for _, seen in found] == [1] * 5 + [0]
 
 
 def check_chosen(rank):
     torch.manual_seed(1)
-    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    targets = class_targets(6)
     halves = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
     for way in WAYS:
         plain, (model, update) = Chosen(), make_update(way, Chosen(), nn.CrossEntropyLoss())
@@ -308,15 +249,11 @@ def check_chosen(rank):
                 total = total + nn.functional.cross_entropy(plain(some), wanted, reduction="sum")
             (total / 6).backward()
             model.module.chosen = chosen[rank]
-            torch.testing.assert_close(
-                update(*halves[rank]), (total / 6).detach(), rtol=1e-10, atol=1e-10
-            )
+            assert_equal(update(*halves[rank]), (total / 6).detach())
             assert_same_gradients(gradients(model.module), gradients(plain))
 
 
-@pytest.mark.parametrize(
-    "debug", ["OFF", "INFO"]
-)  # whose errors have names too, which may be numbers
+@pytest.mark.parametrize("debug", ["OFF", "INFO"])  # The errors of one have names, as numbers.
 def test_unused_parameters_may_differ_between_ranks_and_steps(monkeypatch, debug):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", debug)
     run_ranks(2, check_chosen, fresh=debug == "INFO")
@@ -326,14 +263,15 @@ def test_unused_parameters_may_differ_between_ranks_and_steps(monkeypatch, debug
 def test_second_loss_may_use_parameters_that_the_criterion_does_not_use(rank):
     """A loss of the user's own beside the criterion's, over parameters that the criterion's leaves out, as it does others."""
     torch.manual_seed(1)
-    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    targets = class_targets(6)
     model, criterion = parallelize(Chosen(), nn.CrossEntropyLoss())
     for _ in range(3):
         model.zero_grad()
         loss = criterion(model(inputs), targets) + model.module.branches[1].weight.sum()
         loss.backward()
         assert model.module.first.weight.grad.any()
-        torch.testing.assert_close(
+        assert_close(
             model.module.branches[1].weight.grad, torch.ones(CLASSES, CLASSES, dtype=torch.float64)
         )
 
@@ -347,12 +285,6 @@ def test_layers_may_be_frozen_and_unfrozen(rank):
         for frozen in (False, True, True, False):
             for net in (plain, model.module):
                 net.first.requires_grad_(not frozen)
-            assert_update(
-                update,
-                model.module,
-                batch,
-                [2, 4],
-                rank,
-                plain_program(plain, nn.CrossEntropyLoss(), *batch),
-            )
+            expected = plain_program(plain, nn.CrossEntropyLoss(), *batch)
+            assert_update(update, model.module, batch, [2, 4], rank, expected)
             assert [p.requires_grad for p in model.module.first.parameters()] == [not frozen] * 2

@@ -86,12 +86,10 @@ def test_invalid_environment_raises_an_error(environment, changes, message):
 @pytest.mark.parametrize(
     "environment",
     [
-        TorchrunEnvironment(
-            rank=1, world_size=2, local_rank=0, local_world_size=2
-        ),  # torchrun --virtual-local-rank
-        TorchrunEnvironment(
-            rank=7, world_size=8, local_rank=3, local_world_size=4
-        ),  # Slurm, one GPU per task
+        # torchrun --virtual-local-rank
+        TorchrunEnvironment(1, 2, 0, 2, "localhost", 29500),
+        # Slurm, one GPU per task
+        TorchrunEnvironment(7, 8, 3, 4, "localhost", 29500),
     ],
 )
 @pytest.mark.parametrize("device_ids", [None, [0], ["sim:0"]])
@@ -228,7 +226,7 @@ def test_ranks_that_cannot_meet_raise_one_line_within_the_timeout(
 
 
 def check_end(rank):
-    import torch.testing._internal.distributed.fake_pg  # as torch._dynamo does: it registers a backend
+    import torch.testing._internal.distributed.fake_pg  # It registers a backend, and torch._dynamo imports it.
 
     with simulate(2):
         parallelize(torch.nn.Linear(4, 3))
@@ -312,7 +310,7 @@ def start(server, rank, ranks, seconds=20.0):
 
 
 def test_each_start_has_an_empty_store_that_its_ranks_share(server):
-    for ranks in (2, 2, 1, 3):  # also with another number of ranks
+    for ranks in (2, 2, 1, 3):
         with ThreadPoolExecutor(ranks) as pool:
             stores = list(
                 pool.map(lambda rank, ranks=ranks: start(server, rank, ranks), range(ranks))

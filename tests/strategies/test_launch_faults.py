@@ -14,10 +14,9 @@ import torch
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 from helpers.scripts import SCRIPT, SENTENCES
+from helpers.steps import parallel_step
 from helpers.torchrun import run_torchrun
 from torch import nn
-
-from balanced_parallel import TrainStep, parallelize
 
 FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
 # 17, 17 and 1 row: one rank has none. With a larger learning rate, AdamW turns the rounding of two ranks and of one into 1e-4.
@@ -84,8 +83,7 @@ def hang(rank):
     """Rank 1 hangs in the forward of its third step. Returns the error of the other rank."""
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
     net = build_net()
-    model, criterion = parallelize(net, nn.MSELoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = parallel_step(net, nn.MSELoss())
     batch = torch.ones(2, 4), torch.ones(2, 5)
     for _ in range(2):
         step(*batch)
@@ -143,7 +141,8 @@ def test_number_of_ranks_changes_at_a_restart(undisturbed, text, tmp_path):
     try:
         wait_for_listener(port)  # the first has the store
         hosts.append(subprocess.Popen(whole, stderr=subprocess.DEVNULL))
-        deadline, folder = time.monotonic() + 100, tmp_path / "faults"
+        deadline = time.monotonic() + 100
+        folder = tmp_path / "faults"
         while not folder.exists() or not (
             hanging := "".join(path.read_text() for path in folder.iterdir())
         ):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.compiled import Graphs, assert_same_run, batches, build
+from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 from torch import nn
@@ -17,7 +18,8 @@ def check_ragged(rank, strategy, way, micro_batch_size):
     torch._dynamo.reset()
     torch.set_default_dtype(torch.float64)
     try:
-        net, graphs = build(), Graphs()
+        net = build()
+        graphs = Graphs()
         module = (
             torch.compile(net, backend=graphs, dynamic=True)
             if way == "torch.compile(module)"
@@ -26,12 +28,7 @@ def check_ragged(rank, strategy, way, micro_batch_size):
         model, criterion = parallelize(module, nn.CrossEntropyLoss(), strategy=strategy)
         if way == "model.compile()":
             model.compile(backend=graphs, dynamic=True)
-        step = TrainStep(
-            model,
-            criterion,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            micro_batch_size=micro_batch_size,
-        )
+        step = TrainStep(model, criterion, sgd(model), micro_batch_size=micro_batch_size)
         losses = []
         for inputs, targets in batches(ROWS):
             cut = 2 * len(inputs) // 3

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.ddp import assert_update
 from helpers.fsdp import Language, language_batch, whole
+from helpers.optimizers import sgd
 from helpers.problems import plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
@@ -30,17 +31,17 @@ def build():
 
 def train(place, mesh, strategy):
     """Returns the losses and parameters of updates by TrainStep and by hand, with uneven rows, dropout and batch norm."""
-    module, sizes = build() if strategy == "ddp" else Language(0.5).double(), [6, 4]
+    module = build() if strategy == "ddp" else Language(0.5).double()
+    sizes = [6, 4]
     model, criterion = parallelize(module, nn.CrossEntropyLoss(), strategy=strategy, mesh=mesh)
     optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=3, max_grad_norm=1.0)
     inputs, targets = language_batch(10)
     if strategy == "ddp":
-        inputs, targets = (
-            torch.nn.functional.one_hot(inputs[:, 0] % 4, 4).double(),
-            targets[:, 0] % 5,
-        )
-    inputs, targets = inputs.split(sizes)[place], targets.split(sizes)[place]
+        inputs = torch.nn.functional.one_hot(inputs[:, 0] % 4, 4).double()
+        targets = targets[:, 0] % 5
+    inputs = inputs.split(sizes)[place]
+    targets = targets.split(sizes)[place]
     losses = [step(inputs, targets).item() for _ in range(3)]
     for _ in range(2):
         optimizer.zero_grad()
@@ -52,9 +53,8 @@ def train(place, mesh, strategy):
         outputs = gather(model.eval()(inputs))
     sampler = RankBatchSampler(range(10), 10)
     moments = [values["exp_avg"].tolist() for values in optimizer.state_dict()["state"].values()]
-    local = getattr(
-        optimizer.shards.inner, "optim", optimizer
-    )  # under DDP, of this rank's parameters
+    # Under DDP, it has the parameters of this rank.
+    local = getattr(optimizer.shards.inner, "optim", optimizer)
     owned = sum(tensor.numel() for values in local.state.values() for tensor in values.values())
     parameters = [whole(parameter).tolist() for parameter in model.parameters()]
     return losses, parameters, outputs.tolist(), [*sampler], moments, owned
@@ -100,15 +100,8 @@ def test_a_mesh_may_have_copies_and_shards(rank):
     batch = language_batch(8)
     expected = plain_program(Language().double(), nn.CrossEntropyLoss(), *batch)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    for dimensions, strategy in ((mesh, "auto"), (init_device_mesh("cpu", (4,)), "auto")):
-        model, criterion = parallelize(
-            Language().double(), nn.CrossEntropyLoss(), mesh=dimensions, strategy=strategy
-        )
+    for dimensions in (mesh, init_device_mesh("cpu", (4,))):
+        model, criterion = parallelize(Language().double(), nn.CrossEntropyLoss(), mesh=dimensions)
         assert isinstance(model, DistributedModel) == (dimensions.ndim == 1)
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+        step = TrainStep(model, criterion, sgd(model, lr=0.0))
         assert_update(step, model.module, batch, [2] * 4, rank, expected)
-
-
-def test_a_mesh_in_one_process_raises_an_error():
-    with pytest.raises(ValueError, match="mesh= was given in one process, expected None"):
-        parallelize(nn.Linear(2, 2), device_ids=["cpu"], mesh=object())

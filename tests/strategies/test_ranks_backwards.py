@@ -2,15 +2,19 @@
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ranks import on_ranks, run_ranks
-from helpers.slow import slow_but
+from helpers.fsdp import whole_gradients
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal, assert_same_gradients, gradients
+from helpers.ranks import on_ranks
+from helpers.steps import parallel_step
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, TrainStep, gather, parallelize, weighted_mean
+from balanced_parallel import DataParallelCriterion, gather, parallelize, weighted_mean
 
 STRATEGIES = ["ddp", "fsdp"]
 SIZES = [[2, 4], [6, 0]]
@@ -67,35 +71,12 @@ def of_inputs(model, loss, x, other, y):
     loss(model(other), y).backward()
 
 
-WAYS = [keep_graph, forwards_then_backwards, three, one_for_two_forwards, accumulate, of_inputs]
-
-
-def check(rank, way, strategy, sizes):
-    plain = build()
-    tensors = torch.randn(6, 4).double(), torch.randn(6, 4).double(), torch.randn(6, 5).double()
-    expected = way(plain, F.mse_loss, *tensors)
-    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
-    results = way(model, criterion, *(tensor.split(sizes)[rank] for tensor in tensors))
-    for result, value in zip(results or (), expected or (), strict=True):
-        torch.testing.assert_close(result, value, rtol=1e-10, atol=1e-12)
-    for parameter, other in zip(model.module.parameters(), plain.parameters(), strict=True):
-        gradient = parameter.grad.full_tensor() if strategy == "fsdp" else parameter.grad
-        torch.testing.assert_close(gradient, other.grad, rtol=1e-10, atol=1e-12)
-    return True
-
-
-@pytest.mark.parametrize("sizes", slow_but(SIZES, [6, 0]), ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("way", WAYS)
-def test_each_backward_equals_the_plain_program(way, strategy, sizes):
-    assert run_ranks(2, check, way, strategy, sizes) == [True, True]
-
-
 def adaptive_weight(model, loss, x, other, y):
     """The weight of a second loss is a ratio of gradients of the last layer, as in VQGAN."""
     last = parameters_of(model)[-2:]
     output = model(x)
-    first, second = loss(output, y), loss(output, 2 * y)
+    first = loss(output, y)
+    second = loss(output, 2 * y)
     slopes = [torch.autograd.grad(each, last, retain_graph=True) for each in (first, second)]
     weight = slopes[0][0].norm() / slopes[1][0].norm()
     (first + weight * second).backward()
@@ -166,20 +147,23 @@ def parameters_of(model):
     return [*getattr(model, "module", model).parameters()]
 
 
+WAYS = [keep_graph, forwards_then_backwards, three, one_for_two_forwards, accumulate, of_inputs]
+ASKED = [adaptive_weight, gradient_of_a_gradient, hessian_products]
+ASKED += [some_accumulate, penalty_of_inputs, after_a_failure]
+CASES = [*itertools.product(WAYS, STRATEGIES), *((way, "ddp") for way in ASKED)]
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(
-    "way",
-    [
-        adaptive_weight,
-        gradient_of_a_gradient,
-        hessian_products,
-        some_accumulate,
-        penalty_of_inputs,
-        after_a_failure,
-    ],
-)
-def test_gradients_that_are_asked_for_are_those_of_all_rows(way, sizes):
-    assert run_ranks(2, check, way, "ddp", sizes) == [True, True]
+@pytest.mark.parametrize(("way", "strategy"), CASES)
+@on_ranks(2)
+def test_each_backward_equals_the_plain_program(rank, way, strategy, sizes):
+    plain = build()
+    tensors = torch.randn(6, 4).double(), torch.randn(6, 4).double(), torch.randn(6, 5).double()
+    expected = way(plain, F.mse_loss, *tensors)
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
+    results = way(model, criterion, *(tensor.split(sizes)[rank] for tensor in tensors))
+    assert_equal(results or (), expected or ())
+    assert_same_gradients(whole_gradients(model.module), gradients(plain))
 
 
 @on_ranks(2)
@@ -214,34 +198,29 @@ def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
 def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, inputs_alone):
     torch.manual_seed(0)
     plain = nn.Linear(4, 3).double()
-    model, criterion = parallelize(
-        copy.deepcopy(plain), nn.CrossEntropyLoss(), ["cpu"], strategy="ddp"
-    )
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    step = parallel_step(copy.deepcopy(plain), devices=["cpu"], strategy="ddp", micro_batch_size=2)
+    optimizer = sgd(plain)
     for rows in (7, 5, 1):
-        inputs, targets = torch.randn(rows, 4).double(), torch.randint(3, (rows,))
+        inputs = torch.randn(rows, 4).double()
+        targets = torch.randint(3, (rows,))
         part = slice(0, (rows + 1) // 2) if rank == 0 else slice((rows + 1) // 2, rows)
         attacked = inputs[part].clone().requires_grad_()
-        output = model(attacked).gather(ranks=False)
+        output = step.model(attacked).gather(ranks=False)
         if inputs_alone:
             torch.autograd.grad(output.sum(), attacked)
         optimizer.zero_grad()
         loss = F.cross_entropy(plain(inputs), targets)
         loss.backward()
         optimizer.step()
-        torch.testing.assert_close(
-            step(inputs[part], targets[part]), loss.detach(), rtol=1e-10, atol=1e-12
-        )
-    torch.testing.assert_close(model.module.weight, plain.weight, rtol=1e-10, atol=1e-12)
+        assert_equal(step(inputs[part], targets[part]), loss)
+    assert_equal(step.model.module.weight, plain.weight)
 
 
 class Adapted(nn.Module):
     def __init__(self):
         super().__init__()
-        self.base, self.adapter = nn.Linear(4, 5).requires_grad_(False), nn.Linear(4, 5)
+        self.base = nn.Linear(4, 5).requires_grad_(False)
+        self.adapter = nn.Linear(4, 5)
 
     def forward(self, inputs):
         return self.second(inputs)
@@ -252,10 +231,12 @@ class Adapted(nn.Module):
 
 @on_ranks(2)
 def test_outputs_past_the_model_raise_an_error(rank):
-    inputs, targets = torch.randn(3, 4), torch.randint(5, (3,))
+    inputs = torch.randn(3, 4)
+    targets = torch.randint(5, (3,))
     net = Adapted()
     parallelize(net.adapter, nn.CrossEntropyLoss(), ["cpu"], strategy="ddp")
-    outputs, criterion = net(inputs), DataParallelCriterion(nn.CrossEntropyLoss())
+    outputs = net(inputs)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     for call in (
         lambda: criterion([outputs], targets),
         lambda: weighted_mean([outputs.sum()], [3]),
@@ -276,23 +257,20 @@ def test_outputs_past_the_model_raise_an_error(rank):
     weighted_mean([F.cross_entropy(model(inputs)[0], targets)], [3]).backward()
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
+class Scaled(nn.PReLU):
     def forward(self, output, target):
-        return F.mse_loss(output * self.scale, target)
+        return F.mse_loss(output * self.weight, target)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(rank, strategy):
-    inputs, targets = torch.randn(3, 4).double(), torch.randn(3, 5).double()
+    inputs = torch.randn(3, 4).double()
+    targets = torch.randn(3, 5).double()
     model = parallelize(build(), None, ["cpu"], strategy=strategy)
     with pytest.raises(
         ValueError,
-        match=r"parameter of shape \(\) to train, whose gradient the ranks would not share",
+        match=r"parameter of shape \(1,\) to train, whose gradient the ranks would not share",
     ):
         DataParallelCriterion(Scaled().double())(model(inputs), targets)
     DataParallelCriterion(Scaled().double().requires_grad_(False))(
@@ -309,13 +287,12 @@ def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(ra
 
 @on_ranks(2)
 def test_error_before_the_first_forward_of_shards_is_raised_as_it_is(rank):
-    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = parallel_step(build(), nn.MSELoss(), devices=["cpu"], strategy="fsdp")
 
     def fail(module, inputs):
         raise KeyError("a mistake")
 
-    handle = model.register_forward_pre_hook(fail)
+    handle = step.model.register_forward_pre_hook(fail)
     with pytest.raises(KeyError, match="a mistake"):
         step(torch.randn(3, 4).double(), torch.randn(3, 5).double())
     handle.remove()

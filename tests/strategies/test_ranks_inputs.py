@@ -3,17 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ranks import on_ranks, run_ranks
+from helpers.fsdp import whole_gradients
+from helpers.problems import assert_equal, assert_same_gradients, gradients
+from helpers.ranks import on_ranks
+from helpers.steps import parallel_step
 from torch import nn
 
-from balanced_parallel import (
-    AdditiveLoss,
-    DataParallelCriterion,
-    TrainStep,
-    gather,
-    parallelize,
-    weighted_mean,
-)
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, parallelize
 from balanced_parallel.batch.outputs import PerReplica
 
 SIZES = [[2, 4], [6, 0], [0, 6]]
@@ -113,25 +109,6 @@ LOSSES = {
 }
 
 
-def check(rank, way, strategy, name, sizes):
-    x, y = torch.randn(2, 6, 4).double().unbind()
-    plain = [build(), build(1)]
-    expected = way(plain, PLAIN["root" if name == "whole" else name], x.clone().requires_grad_(), y)
-    models = [parallelize(build(seed), None, ["cpu"], strategy=strategy) for seed in (0, 1)]
-    parts = [tensor.split(sizes)[rank] for tensor in (x, y)]
-    results = way(models, LOSSES[name](), parts[0].clone().requires_grad_(), parts[1])
-    for result, value in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, value.split(sizes)[rank], rtol=1e-10, atol=1e-12)
-    for model, other in zip(models, plain, strict=True):
-        for parameter, expected in zip(model.module.parameters(), other.parameters(), strict=True):
-            gradient = parameter.grad
-            if expected.grad is None or gradient is None:
-                assert gradient is expected.grad
-                continue
-            gradient = gradient.full_tensor() if strategy == "fsdp" else gradient
-            torch.testing.assert_close(gradient, expected.grad, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", ["mean", "root", "whole"])
 @pytest.mark.parametrize(
@@ -141,54 +118,35 @@ def check(rank, way, strategy, name, sizes):
         *((way, "ddp") for way in SECOND),
     ],
 )
-def test_gradients_of_inputs_are_those_of_the_loss_of_all_rows(way, strategy, name, sizes):
-    run_ranks(2, check, way, strategy, name, sizes, timeout=30)
+@on_ranks(2, timeout=30)
+def test_gradients_of_inputs_are_those_of_the_loss_of_all_rows(rank, way, strategy, name, sizes):
+    x, y = torch.randn(2, 6, 4).double().unbind()
+    plain = [build(), build(1)]
+    expected = way(plain, PLAIN["root" if name == "whole" else name], x.clone().requires_grad_(), y)
+    models = [parallelize(build(seed), None, ["cpu"], strategy=strategy) for seed in (0, 1)]
+    parts = [tensor.split(sizes)[rank] for tensor in (x, y)]
+    results = way(models, LOSSES[name](), parts[0].clone().requires_grad_(), parts[1])
+    for result, value in zip(results, expected, strict=True):
+        assert_equal(result, value.split(sizes)[rank])
+    found = [each for model in models for each in whole_gradients(model.module)]
+    assert_same_gradients(found, gradients(*plain))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@on_ranks(2)
-def test_losses_of_gathered_outputs_and_of_weighted_means_have_the_same_gradients_of_inputs(
-    rank, strategy
-):
-    x, y = torch.randn(2, 5, 4).double().unbind()
-    whole = x.clone().requires_grad_()
-    F.mse_loss(build()(whole), y).backward()
-    model = parallelize(build(), None, ["cpu"], strategy=strategy)
-    sizes = [2, 3]
-    for compute in (
-        lambda output, target: F.mse_loss(gather(output), y),
-        lambda output, target: weighted_mean([F.mse_loss(output[0], target)], [len(target)]),
-    ):
-        part = x.split(sizes)[rank].clone().requires_grad_()
-        compute(model(part), y.split(sizes)[rank]).backward()
-        torch.testing.assert_close(part.grad, whole.grad.split(sizes)[rank], rtol=1e-10, atol=1e-12)
-
-
-class Forces(nn.Module):
+class Forces(nn.Sequential):
     """Returns the derivative of an energy at the inputs."""
 
-    def __init__(self):
-        super().__init__()
-        self.energy = build()
-
     def forward(self, x):
-        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
 
 
 @on_ranks(2)
 def test_forces_of_a_forward_are_trained_by_steps(rank):
     x, y = torch.randn(2, 5, 4).double().unbind()
-    plain = Forces()
+    plain = Forces(build())
     F.mse_loss(plain(x.clone().requires_grad_()), y).backward()
-    model, criterion = parallelize(Forces(), nn.MSELoss(), ["cpu"])
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=1
-    )
+    step = parallel_step(Forces(build()), nn.MSELoss(), devices=["cpu"], lr=0.0, micro_batch_size=1)
     part = x.split([2, 3])[rank].clone().requires_grad_()
     for _ in range(2):
         step(part, y.split([2, 3])[rank])
     assert part.grad is None  # it would not have the scale of the loss
-    for parameter, other in zip(model.module.parameters(), plain.parameters(), strict=True):
-        assert (parameter.grad is None) == (other.grad is None)
-        if other.grad is not None:
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)
+    assert_same_gradients(gradients(step.model.module), gradients(plain))

@@ -1,10 +1,13 @@
 """Several models in one loss, and a rank without rows: a backward goes through the models in one order on all ranks."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.fsdp import whole
-from helpers.ranks import run_ranks
+from helpers.problems import assert_equal
+from helpers.ranks import on_ranks
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, parallelize
@@ -21,7 +24,8 @@ class Chosen(nn.Module):
 
     def __init__(self, seed):
         super().__init__()
-        self.first, self.second = net(seed), net(seed + 1)
+        self.first = net(seed)
+        self.second = net(seed + 1)
 
     def forward(self, left, right=None):
         return self.first(left), self.second(left.detach() if right is None else right.detach())
@@ -29,21 +33,16 @@ class Chosen(nn.Module):
 
 def apply(function, *outputs):
     """Applies a function to outputs of models, which are lists of one output on ranks."""
-    if not isinstance(outputs[0], PerReplica):
+    first, *others = outputs
+    if not isinstance(first, PerReplica):
         return function(*outputs)
-    return (
-        outputs[0].map(function)
-        if len(outputs) == 1
-        else join(function, outputs[0].zip(*outputs[1:]))
-    )
+    return join(function, first.zip(*others)) if others else first.map(function)
 
 
 def join(function, outputs):
-    return (
-        outputs.map(lambda pair: function(*pair), dim=0)
-        if isinstance(outputs, PerReplica)
-        else function(*outputs)
-    )
+    if isinstance(outputs, PerReplica):
+        return outputs.map(lambda pair: function(*pair), dim=0)
+    return function(*outputs)
 
 
 def cycle(a, b, loss, x, y):
@@ -137,40 +136,31 @@ def train(program, models, loss, batches):
     return results
 
 
-def check(rank, program, strategy, sizes):
-    batches = [torch.randn(2, sum(each), 4).double().unbind() for each in sizes]
-    for _, y in batches:
-        y[:, 0] = torch.arange(len(y)) == 0
-    expected = train(program, PROGRAMS[program](), F.mse_loss, batches)
-    wrapped = [
-        [parallelize(model, None, ["cpu"], strategy=strategy) for model in models]
-        if isinstance(models, list)
-        else parallelize(models, None, ["cpu"], strategy=strategy)
-        for models in PROGRAMS[program]()
-    ]
-    parts = [
-        [tensor.split(each)[rank] for tensor in batch]
-        for batch, each in zip(batches, sizes, strict=True)
-    ]
-    results = train(program, wrapped, DataParallelCriterion(nn.MSELoss()), parts)
-    for result, value in zip(results, expected, strict=True):
-        if value is None or result is None:
-            assert not any(each.any() for each in (result, value) if each is not None)
-        else:
-            torch.testing.assert_close(result, value, rtol=1e-10, atol=1e-12)
+def wrapped(models, strategy):
+    if isinstance(models, list):
+        return [wrapped(model, strategy) for model in models]
+    return parallelize(models, None, ["cpu"], strategy=strategy)
 
 
 @pytest.mark.parametrize("sizes", [[[2, 2], [1, 0], [2, 1]], [[0, 2], [2, 2]]], ids=str)
 @pytest.mark.parametrize(
     ("program", "strategy"),
-    [
-        (program, strategy)
-        for program in PROGRAMS
-        for strategy in ("ddp", "fsdp")
-        if (program, strategy) != (penalty, "fsdp")
-    ],
+    [case for case in itertools.product(PROGRAMS, ["ddp", "fsdp"]) if case != (penalty, "fsdp")],
 )
+@on_ranks(2, timeout=30)
 def test_models_of_one_loss_with_a_rank_without_rows_equal_the_plain_program(
-    program, strategy, sizes
+    rank, program, strategy, sizes
 ):
-    run_ranks(2, check, program, strategy, sizes, timeout=30)
+    batches = [torch.randn(2, sum(each), 4).double().unbind() for each in sizes]
+    for _, y in batches:
+        y[:, 0] = torch.arange(len(y)) == 0
+    expected = train(program, PROGRAMS[program](), F.mse_loss, batches)
+    models = [wrapped(each, strategy) for each in PROGRAMS[program]()]
+    cuts = zip(batches, sizes, strict=True)
+    parts = [[tensor.split(each)[rank] for tensor in batch] for batch, each in cuts]
+    results = train(program, models, DataParallelCriterion(nn.MSELoss()), parts)
+    for result, value in zip(results, expected, strict=True):
+        if value is None or result is None:
+            assert not any(each.any() for each in (result, value) if each is not None)
+        else:
+            assert_equal(result, value)

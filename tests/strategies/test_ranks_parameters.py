@@ -5,7 +5,10 @@ import copy
 import pytest
 import torch
 from helpers.fsdp import whole
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal
 from helpers.ranks import on_ranks
+from helpers.steps import parallel_step
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -45,12 +48,12 @@ def batch_of(net, *sizes):
 
 def assert_gradients(module, plain):
     for parameter, expected in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(parameter.grad), expected.grad, rtol=1e-10, atol=1e-12)
+        assert_equal(whole(parameter.grad), expected.grad)
 
 
 @on_ranks(2)
 def test_a_penalty_with_a_backward_of_its_own_equals_the_plain_program(rank):
-    """Also in a hook of ``TrainStep``, and with a rank without rows, which counts as much as the other."""
+    """So does one in a hook of ``TrainStep``, and with a rank without rows, which counts as much as the other."""
     torch.set_default_dtype(torch.float64)
     for strategy in STRATEGIES:
         for sizes in ([3, 2], [5, 0], [0, 5]):
@@ -62,7 +65,7 @@ def test_a_penalty_with_a_backward_of_its_own_equals_the_plain_program(rank):
             criterion(model(rows[0]), rows[1]).backward()
             penalty(model.module).backward()
             assert_gradients(model.module, plain)
-            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.0))
+            step = TrainStep(model, criterion, sgd(model, lr=0.0))
             for parameter in model.parameters():
                 parameter.register_hook(
                     lambda gradient, parameter=parameter: gradient + parameter.detach()
@@ -89,7 +92,7 @@ def test_a_penalty_of_gathered_parameters_counts_on_a_rank_without_rows(rank):
     loss = criterion(model(rows[0]), rows[1]) + model.module.embedding.square().sum()
     loss.backward()
     assert_gradients(model.module, plain)
-    for name, module in (("before", model.module), ("after", model.module.blocks[0])):
+    for name in ("before", "after"):
         model, criterion = parallelize(Net(), nn.MSELoss(), strategy="fsdp")
         module = model.module if name == "before" else model.module.blocks[0]
         early = sum(parameter.square().sum() for parameter in module.parameters())
@@ -101,14 +104,14 @@ def test_a_penalty_of_gathered_parameters_counts_on_a_rank_without_rows(rank):
         ):
             (loss + (early if name == "before" else late)).backward()
     module = Net()
-    _, criterion = model, criterion = parallelize(
+    model, criterion = parallelize(
         module,
         lambda output, target: (
             nn.functional.mse_loss(output, target) + module.blocks[0].weight.norm()
         ),
         strategy="fsdp",
     )
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+    step = TrainStep(model, criterion, sgd(model))
     with pytest.raises(RuntimeError, match="a loss uses sharded parameters"):
         step(inputs, targets)
 
@@ -158,13 +161,14 @@ def test_a_forward_that_writes_to_gathered_parameters_is_an_error(rank):
     for spelling in ("data", "in place of data", "no_grad", "out", "foreach"):
         for by_hand in (True, False):
             model, criterion = parallelize(bounded(spelling), nn.MSELoss(), strategy="fsdp")
-            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+            step = TrainStep(model, criterion, sgd(model))
             with pytest.raises(
                 RuntimeError, match=r"a forward writes to [13].weight, .*after the update"
             ):
                 model(torch.ones(3, 4)) if by_hand else step(torch.ones(3, 4), torch.ones(3, 1))
     torch.manual_seed(1)
-    inputs, targets = torch.randn(5, 4), torch.randn(5, 1)
+    inputs = torch.randn(5, 4)
+    targets = torch.randn(5, 1)
     for sizes in ([3, 2], [5, 0]):
         plain = bounded("parametrization")
         nn.functional.mse_loss(plain(inputs), targets).backward()
@@ -181,11 +185,12 @@ def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
         for by_hand in (True, False):
             plain = bounded(spelling)
             model, criterion = parallelize(bounded(spelling), nn.MSELoss(), strategy="ddp")
-            optimizers = [torch.optim.SGD(each.parameters(), 0.3) for each in (plain, model)]
+            optimizers = [sgd(each, lr=0.3) for each in (plain, model)]
             step = TrainStep(model, criterion, optimizers[1])
             torch.manual_seed(1)
             for sizes in ([5, 0], [2, 3], [0, 5], [0, 4]):
-                inputs, targets = torch.randn(sum(sizes), 4), torch.randn(sum(sizes), 1)
+                inputs = torch.randn(sum(sizes), 4)
+                targets = torch.randn(sum(sizes), 1)
                 rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
                 for optimizer in optimizers:
                     optimizer.zero_grad()
@@ -196,8 +201,7 @@ def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
                     optimizers[1].step()
                 else:
                     step(*rows)
-                for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
+                assert_equal(list(model.parameters()), list(plain.parameters()))
 
 
 class Counted(nn.Module):
@@ -235,19 +239,13 @@ def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
             plain = counted()
             model, criterion = parallelize(counted(), nn.MSELoss(), strategy=strategy)
             rows = 1 if way == "micro-batches" else None
-            step = TrainStep(
-                model, criterion, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=rows
-            )
-            optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+            step = TrainStep(model, criterion, sgd(model), micro_batch_size=rows)
+            optimizer = sgd(plain)
             torch.manual_seed(1)
-            for sizes in (
-                [1, 2],
-                [0, 3],
-                [4, 0],
-                [0, 2],
-                [2, 3],
-            ):  # A number needs rows on each rank once.
-                inputs, targets = torch.randn(sum(sizes), 4), torch.randn(sum(sizes), 1)
+            # A number needs rows on each rank once.
+            for sizes in ([1, 2], [0, 3], [4, 0], [0, 2], [2, 3]):
+                inputs = torch.randn(sum(sizes), 4)
+                targets = torch.randn(sum(sizes), 1)
                 rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
                 expected = nn.functional.mse_loss(plain(inputs), targets)
                 for each in (optimizer, step.optimizer):
@@ -265,9 +263,8 @@ def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
                         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                             parameter.grad = gradient
                     step.optimizer.step()
-                torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=1e-12)
-                for buffer, other in zip(model.module.buffers(), plain.buffers(), strict=True):
-                    torch.testing.assert_close(buffer, other, rtol=1e-10, atol=1e-12)
+                assert_equal(loss, expected)
+                assert_equal(list(model.module.buffers()), list(plain.buffers()))
 
 
 class Chunks(nn.Module):
@@ -275,7 +272,8 @@ class Chunks(nn.Module):
 
     def __init__(self, size):
         super().__init__()
-        self.size, self.norm = size, nn.BatchNorm1d(4)
+        self.size = size
+        self.norm = nn.BatchNorm1d(4)
 
     def forward(self, inputs):
         if not self.size:
@@ -291,7 +289,8 @@ def test_a_converted_batch_norm_of_chunks_is_an_error(rank):
     """Ranks would wait for as many calls. Layers that are called several times with all rows, and once with some, are right."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
-    inputs, targets = torch.randn(11, 4), torch.randn(11, 4)
+    inputs = torch.randn(11, 4)
+    targets = torch.randn(11, 4)
     rows = slice(0, 6) if rank == 0 else slice(6, 11)
     for size in (2, 0):
         for strategy in STRATEGIES:
@@ -331,7 +330,7 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
     inputs = torch.randn(3, 4)
     for by_hand in (True, False):
         model, criterion = parallelize(Forces(), nn.MSELoss(), strategy="fsdp")
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+        step = TrainStep(model, criterion, sgd(model))
         with pytest.raises(
             RuntimeError, match="gradients were asked for in a forward.* expected strategy='ddp'"
         ):
@@ -339,13 +338,11 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model, criterion = parallelize(net, nn.MSELoss(), strategy="fsdp")
     net[2](inputs)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+    step = TrainStep(model, criterion, sgd(model))
     with pytest.raises(RuntimeError, match="FSDP state has already been lazily initialized for 2"):
         step(inputs, inputs)
-    for index in (
-        0,
-        1,
-    ):  # a block, and a layer of the root, which has its parameters whole between two forwards
+    # The root has its parameters whole between two forwards, a block has not.
+    for index in (0, 1):
         torch.manual_seed(0)
         net = nn.Sequential(
             nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4)
@@ -363,9 +360,8 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
 def test_another_state_on_one_rank_is_an_error(rank):
     """Each rank would take its shards of its own state."""
     for strategy in STRATEGIES:
-        model, criterion = parallelize(Net(), nn.MSELoss(), strategy=strategy)
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
-        inputs, targets = batch_of(model.module, 3)
+        step = parallel_step(Net(), nn.MSELoss(), strategy=strategy)
+        inputs, targets = batch_of(step.model.module, 3)
         states = []
         for _ in range(2):
             step(inputs, targets)

@@ -5,10 +5,19 @@ import warnings
 import pytest
 import torch
 from helpers.fsdp import whole, whole_gradients
-from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
+from helpers.optimizers import sgd
+from helpers.problems import (
+    assert_equal,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+)
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelModel,
@@ -17,6 +26,7 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
+from balanced_parallel.runtime.collectives import gather_objects
 
 STRATEGIES = ["ddp", "fsdp"]
 
@@ -26,7 +36,9 @@ class Partly(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net, self.never, self.sometimes = build_net(), nn.Linear(2, 2), nn.Linear(5, 5)
+        self.net = build_net()
+        self.never = nn.Linear(2, 2)
+        self.sometimes = nn.Linear(5, 5)
         self.register_buffer("forwards", torch.zeros(()))
 
     def forward(self, inputs):
@@ -40,11 +52,8 @@ class Partly(nn.Module):
 def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program(rank, strategy):
     """Windows of different lengths on each rank, three in a row: one rank has no rows at all in the second."""
     torch.set_default_dtype(torch.float64)
-    windows = [
-        [[3, 1], [4]],
-        [[], [2, 2, 3]],
-        [[1], [1, 1]],
-    ]  # window -> rank -> rows of its micro-batches
+    # Each window has the rows of the micro-batches of each rank.
+    windows = [[[3, 1], [4]], [[], [2, 2, 3]], [[1], [1, 1]]]
     plain = Partly()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
     model, criterion = parallelize(Partly(), nn.CrossEntropyLoss(), strategy=strategy)
@@ -57,7 +66,8 @@ def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program(ran
     for number, window in enumerate(windows):
         sizes = [size for mine in window for size in mine]
         torch.manual_seed(number)
-        inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes), ignored=1)
+        inputs = torch.randn(sum(sizes), 4)
+        targets = class_targets(sum(sizes), ignored=1)
         optimizer.zero_grad()
         total = sum(
             nn.functional.cross_entropy(plain(some), labels, reduction="sum")
@@ -73,22 +83,20 @@ def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program(ran
         forwards = model.module.forwards.item()
         for piece in range(start, start + len(window[rank])):
             step.add(inputs.split(sizes)[piece], targets.split(sizes)[piece])
-        torch.testing.assert_close(step.apply(), loss.detach(), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(step.grad_norm, norm, rtol=1e-10, atol=0.0)
+        assert_equal(step.apply(), loss)
+        assert_close(step.grad_norm, norm, rtol=1e-10, atol=0.0)
         assert model.module.forwards.item() == forwards + 1  # once per update, on all ranks
         assert_same_gradients(whole_gradients(model.module), gradients(plain))
         assert model.module.never.weight.grad is None
         for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(one), other, rtol=1e-9, atol=1e-10)
+            assert_close(whole(one), other, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_zero_weight_on_all_ranks_skips_the_update(rank, strategy):
-    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy=strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer)
-    before = [whole(parameter).detach().clone() for parameter in model.parameters()]
+    step = parallel_step(build_net(), strategy=strategy, kind=torch.optim.AdamW)
+    before = [whole(parameter).detach().clone() for parameter in step.model.parameters()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert step(torch.randn(3, 4), torch.full((3,), -100)).isnan()
@@ -96,15 +104,17 @@ def test_zero_weight_on_all_ranks_skips_the_update(rank, strategy):
     assert sum("nothing is updated" in str(warning.message) for warning in caught) == 2
     assert all(
         torch.equal(one, whole(other))
-        for one, other in zip(before, model.parameters(), strict=True)
+        for one, other in zip(before, step.model.parameters(), strict=True)
     )
-    assert not optimizer.state
+    assert not step.optimizer.state
 
 
-def check_half(rank, strategy):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradient_scaler_is_equal_on_all_ranks(rank, strategy):
     """One decision for all ranks to skip a step, and one scale, though only one rank overflows, or has rows at all."""
     model, criterion = parallelize(build_net(), nn.MSELoss(), precision="fp16", strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     step = TrainStep(model, criterion, optimizer, precision="fp16", micro_batch_size=2)
     step(torch.randn(3 * rank, 4), torch.rand(3 * rank, 5))
     assert all(gradient.abs().max() < 10 for gradient in whole_gradients(model))  # unscaled on both
@@ -113,19 +123,11 @@ def check_half(rank, strategy):
     before = [whole(parameter).detach().clone() for parameter in model.parameters()]
     step(torch.randn(2, 4), torch.full((2, 5), torch.inf if rank == 0 else 1.0))
     assert scaler.get_scale() == scale / 2
-    assert all(
-        torch.equal(one, whole(other))
-        for one, other in zip(before, model.parameters(), strict=True)
-    )
+    assert all(map(torch.equal, before, map(whole, model.parameters())))
     step(torch.randn(2 * rank, 4), torch.rand(2 * rank, 5))
     after = [whole(parameter) for parameter in model.parameters()]
     assert not torch.equal(before[0], after[0])
-    return [scaler.get_scale(), after[0].sum().item()]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradient_scaler_is_equal_on_all_ranks(strategy):
-    first, second = run_ranks(2, check_half, strategy)
+    first, second = gather_objects([scaler.get_scale(), after[0].sum().item()])
     assert first == second
 
 
@@ -137,13 +139,12 @@ def build_with_batch_norm():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank, strategy):
-    plain, net = build_with_batch_norm(), convert_sync_batchnorm(build_with_batch_norm())
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy=strategy)
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2
-    )
+    plain = build_with_batch_norm()
+    net = convert_sync_batchnorm(build_with_batch_norm())
+    step = parallel_step(net, strategy=strategy, lr=0.0, micro_batch_size=2)
     torch.manual_seed(1)
-    inputs, targets = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    inputs = torch.randn(4, 4, dtype=torch.float64)
+    targets = torch.tensor([0, 1, 2, 3])
     mine = slice(0, 4) if rank == 0 else slice(0, 0)
     for _ in range(3):  # gradients are in the buckets of the reducer from the second one on
         step(inputs[mine], targets[mine])
@@ -151,18 +152,14 @@ def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank, strategy):
         for rows in (slice(0, 2), slice(2, 4)):
             (nn.functional.cross_entropy(plain(inputs[rows]), targets[rows]) / 2).backward()
         assert_same_gradients(whole_gradients(net), gradients(plain))
-        torch.testing.assert_close(net[1].running_mean, plain[1].running_mean)
+        assert_close(net[1].running_mean, plain[1].running_mean)
 
 
 @on_ranks(2)
 def test_replicas_of_one_process_are_refused_where_ranks_are_running(rank):
     model, criterion = parallelize(build_net(), nn.MSELoss())
     with pytest.raises(TypeError, match=r"2 ranks are running.*use parallelize"):
-        TrainStep(
-            DataParallelModel(build_net(), ["cpu"]),
-            criterion,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-        )
+        TrainStep(DataParallelModel(build_net(), ["cpu"]), criterion, sgd(model))
 
 
 def waits_of_a_step(rank, strategy, place, precision, weights=None, rows=(5, 3)):
@@ -179,7 +176,8 @@ def waits_of_a_step(rank, strategy, place, precision, weights=None, rows=(5, 3))
         inputs = torch.randn(rows[rank], 4, dtype=torch.float32).pin_memory()
         targets = class_targets(rows[rank], ignored=1).pin_memory()
         if place == "device":
-            inputs, targets = inputs.to(cluster.devices[rank]), targets.to(cluster.devices[rank])
+            inputs = inputs.to(cluster.devices[rank])
+            targets = targets.to(cluster.devices[rank])
         for _ in range(2):  # the row that runs without rows is moved once
             step(inputs, targets)
         before = len(cluster.waits)

@@ -1,26 +1,18 @@
 """``TrainStep(reproducible="bits")``: values, failures and repetitions, state, and what is refused."""
 
 import functools
-import itertools
 import math
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.exact import digest, each_leaf
-from helpers.problems import (
-    BODIES,
-    assert_same_gradients,
-    build_net,
-    class_targets,
-    gradients,
-    plain_program,
-)
-from helpers.ranks import run_ranks
-from helpers.slow import slow, slow_but
-from helpers.steps import make_step
+from helpers.optimizers import sgd
+from helpers.problems import build_net, class_targets
+from helpers.ranks import on_ranks, run_ranks
+from helpers.steps import make_step, parallel_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -42,11 +34,7 @@ BITS = {"micro_batch_size": SIZE, "reproducible": "bits"}
 SHARES = {
     2: [0, 8, 11],
     3: [0, 4, 4, 11],
-}  # where the rows of ranks begin and end; one of three has none
-
-
-def two_counts(output, labels, values):
-    return F.cross_entropy(output, labels) + 0.3 * F.mse_loss(output, values)
+}  # The bounds of the rows of ranks. One of three has none.
 
 
 def one_count(output, labels, values):
@@ -55,9 +43,12 @@ def one_count(output, labels, values):
 
 def batch(ignored=4, rows=ROWS):
     """Returns rows whose first labels, those of two groups, do not count."""
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(3)), class_targets(
-        rows, ignored
-    )
+    inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(3))
+    return inputs, class_targets(rows, ignored)
+
+
+def rows_of(rank, ranks):
+    return slice(None) if ranks == 1 else slice(*SHARES[ranks][rank : rank + 2])
 
 
 def bits_of(step, *values):
@@ -67,63 +58,6 @@ def bits_of(step, *values):
 
 
 # Values
-
-
-CRITERIA = {
-    "mean": (nn.CrossEntropyLoss, False),
-    "weights": (lambda: nn.CrossEntropyLoss(torch.linspace(0.5, 2, 5), label_smoothing=0.1), False),
-    "sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), False),
-    "two counts": (lambda: two_counts, True),
-    "one count": (lambda: one_count, True),
-}
-
-
-CASES = [*itertools.product([1, 3, 8], BODIES, CRITERIA)]
-QUICK = [
-    *((3, body, "weights") for body in BODIES),
-    *((3, "sometimes", loss) for loss in CRITERIA if loss != "weights"),
-    (8, "mlp", "sum"),
-]
-
-
-def check_values(rank, ranks, body, loss, devices=("cpu",)):
-    """Compares loss and gradients of two updates that change nothing with those of the plain program."""
-    torch.set_default_dtype(torch.float64)
-    make_criterion, has_values = CRITERIA[loss]
-    torch.manual_seed(1)
-    plain, (inputs, labels) = BODIES[body](), batch()
-    torch.manual_seed(1)
-    module, criterion = BODIES[body](), make_criterion()
-    targets = (labels, torch.randn(ROWS, 5)) if has_values else (labels,)
-    expected_loss, expected = plain_program(plain, make_criterion(), inputs, targets)
-    model, criterion = parallelize(module, criterion, list(devices))
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), max_grad_norm=1e9, **BITS
-    )
-    rows = slice(None) if ranks == 1 else slice(*SHARES[ranks][rank : rank + 2])
-    for _ in range(2):
-        found = step(inputs[rows], tuple(target[rows] for target in targets))
-        torch.testing.assert_close(found, expected_loss, rtol=1e-9, atol=1e-9)
-        assert_same_gradients(gradients(module), expected, tolerance=1e-9)
-        norm = (
-            torch.stack([gradient.square().sum() for gradient in expected if gradient is not None])
-            .sum()
-            .sqrt()
-        )
-        torch.testing.assert_close(step.grad_norm, norm, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(("count", "body", "loss"), slow_but(CASES, *QUICK))
-def test_values_of_replicas_are_those_of_the_plain_program(count, body, loss):
-    check_values(0, 1, body, loss, ["cpu"] * count)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "loss"), slow_but([*itertools.product((2, 3), CRITERIA)], (3, "weights"))
-)
-def test_values_of_ranks_are_those_of_the_plain_program(ranks, loss):
-    run_ranks(ranks, check_values, ranks, "sometimes", loss)
 
 
 def test_small_gradients_beside_large_ones_have_the_precision_of_their_group():
@@ -138,32 +72,22 @@ def test_small_gradients_beside_large_ones_have_the_precision_of_their_group():
             net.weight.zero_()
         step(inputs[order], torch.ones(6, 1)[order])
         found.append(net.weight.grad)
-    torch.testing.assert_close(found[0], -2 * inputs[:2].sum(0)[None], rtol=1e-6, atol=0)
-    torch.testing.assert_close(found[3], found[2], rtol=1e-6, atol=0)
-
-
-class Unused(nn.Module):
-    """A model with a layer that no row uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.never = build_net(), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.net(x)
+    assert_close(found[0], -2 * inputs[:2].sum(0)[None], rtol=1e-6, atol=0)
+    assert_close(found[3], found[2], rtol=1e-6, atol=0)
 
 
 def check_unused(rank, ranks=1, devices=1):
-    module, (inputs, labels) = Unused(), batch()
-    before = module.never.weight.detach().clone()
+    module, (inputs, labels) = build_net(), batch()
+    module[1].never = nn.Linear(3, 3)
+    before = module[1].never.weight.detach().clone()
     model, criterion = parallelize(module, nn.CrossEntropyLoss(), ["cpu"] * devices)
     step = TrainStep(
         model, criterion, torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5), **BITS
     )
-    rows = slice(None) if ranks == 1 else slice(*SHARES[ranks][rank : rank + 2])
+    rows = rows_of(rank, ranks)
     step(inputs[rows], labels[rows])
-    assert module.never.weight.grad is None
-    assert torch.equal(module.never.weight, before)
+    assert module[1].never.weight.grad is None
+    assert torch.equal(module[1].never.weight, before)
     assert len(step.optimizer.state) == 4
 
 
@@ -176,28 +100,7 @@ def test_outputs_are_those_of_each_group():
     step, (inputs, labels) = make_step(build_net(), devices=3, lr=0.0, **BITS), batch()
     _, outputs = step(inputs, labels, return_outputs=True)
     assert [len(output) for output in outputs] == [2, 2, 2, 2, 2, 1]
-    torch.testing.assert_close(
-        torch.cat(list(outputs)), step.model.module(inputs).detach(), rtol=1e-5, atol=1e-6
-    )
-
-
-def test_without_the_setting_nothing_of_it_is_called():
-    for value in (False, True):
-        step, seen = (
-            make_step(build_net(), micro_batch_size=2, max_grad_norm=1.0, reproducible=value),
-            [],
-        )
-        sys.setprofile(
-            lambda frame, event, _, seen=seen: (
-                seen.append(frame.f_code) if event == "call" else None
-            )
-        )
-        try:
-            step(*batch())
-        finally:
-            sys.setprofile(None)
-        assert seen
-        assert not [code for code in seen if code.co_filename == exact.__file__]
+    assert_close(torch.cat(list(outputs)), step.model.module(inputs), rtol=1e-5, atol=1e-6)
 
 
 # Sums and norms
@@ -236,7 +139,7 @@ def test_sums_are_the_same_in_any_order_and_in_any_parts(dtype):
         [math.fsum(column) for column in torch.stack(gradients).double().t().tolist()],
         dtype=torch.float64,
     )
-    torch.testing.assert_close(
+    assert_close(
         expected, exactly.to(dtype), rtol=1e-7 if dtype == torch.float32 else 1e-10, atol=1e-10
     )
     in_turn = [
@@ -267,14 +170,13 @@ def test_a_norm_is_the_same_for_any_cut_of_the_gradients():
     ]
     cuts.append(cuts[2][::-1])
     assert len({norm_of(cut) for cut in [whole, *cuts]}) == 1
-    torch.testing.assert_close(
+    assert_close(
         exact.clip_exactly([], 1.0), torch.tensor(0.0, dtype=torch.float64), check_dtype=False
     )
     flat = torch.cat([tensor.flatten() for tensor in whole[2:]])
     others = [[flat], *([*flat.tensor_split(count)] for count in (2, 3, 5, 7, 11))]
-    assert (
-        len({digest(torch.nn.utils.get_total_norm(each)) for each in others}) > 1
-    )  # torch's norm depends on the cut
+    norms = {digest(torch.nn.utils.get_total_norm(each)) for each in others}
+    assert len(norms) > 1  # torch's norm depends on the cut
 
 
 # Failures and values that are not finite
@@ -286,7 +188,8 @@ class Failing(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.drop = build_net(), nn.Dropout(0.3)
+        self.net = build_net()
+        self.drop = nn.Dropout(0.3)
         self.left, self.error = [0], RuntimeError("injected")  # A number would be put back.
 
     def forward(self, x):
@@ -317,11 +220,8 @@ def test_a_step_that_failed_in_a_group_is_repeated_with_the_same_bits(fails_in, 
 def fail_on_rank(rank, failing):
     """Returns digests after two updates. A forward of the last rank fails in the first one."""
     net, (inputs, labels) = Failing(), batch()
-    rows = slice(*SHARES[2][rank : rank + 2])
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), max_grad_norm=1.0, **BITS
-    )
+    rows = rows_of(rank, 2)
+    step = parallel_step(net, devices=["cpu"], max_grad_norm=1.0, **BITS)
     torch.manual_seed(7)
     if failing:
         net.left[0] = 3 if rank == 1 else 0
@@ -341,11 +241,10 @@ def test_a_step_that_failed_on_one_rank_is_repeated_with_the_same_bits():
 def run_not_finite(rank, ranks, value, devices, place):
     net, (inputs, labels) = build_net(), batch(0)
     inputs[place, 0] = value
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"] * devices)
-    step = TrainStep(
-        model, criterion, torch.optim.AdamW(net.parameters(), lr=0.1), max_grad_norm=1.0, **BITS
+    step = parallel_step(
+        net, devices=["cpu"] * devices, kind=torch.optim.AdamW, max_grad_norm=1.0, **BITS
     )
-    rows = slice(None) if ranks == 1 else slice(*SHARES[ranks][rank : rank + 2])
+    rows = rows_of(rank, ranks)
     return bits_of(step, step(inputs[rows], labels[rows]), step.grad_norm)
 
 
@@ -395,11 +294,6 @@ def test_a_scaler_skips_an_overflow_alike():
 # State
 
 
-LOSSES = {
-    "one": (nn.CrossEntropyLoss, "labels"),
-    "one count": (lambda: one_count, "both"),
-    "two counts": (lambda: two_counts, "both"),
-}
 NUMBERS = torch.Generator().manual_seed(4)
 # A rank may import this after a function that has left another default.
 INPUTS, VALUES = (
@@ -408,127 +302,61 @@ INPUTS, VALUES = (
 DATA = INPUTS, class_targets(23, 0), VALUES
 
 
-def make_moving_step(devices, loss, clip=1.0):
+def make_moving_step():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 5))
-    model, criterion = parallelize(net, LOSSES[loss][0](), ["cpu"] * devices)
+    model, criterion = parallelize(net, one_count, ["cpu"])
     optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    return TrainStep(model, criterion, optimizer, scheduler=scheduler, max_grad_norm=clip, **BITS)
+    return TrainStep(model, criterion, optimizer, scheduler=scheduler, max_grad_norm=1.0, **BITS)
 
 
-def run_updates(step, numbers, loss, rank=0, ranks=1):
+def run_updates(step, numbers, rank, ranks):
     """Returns digests of losses and norms of some updates, of 3 to 13 rows."""
     found = []
     for number in numbers:
         rows = range(number, number + 3 + 5 * (number % 3))
         groups = -(-len(rows) // SIZE)
-        mine = rows[rank * groups // ranks * SIZE : (rank + 1) * groups // ranks * SIZE]
-        targets = [
-            part[list(mine)] for part in (DATA[1:] if LOSSES[loss][1] == "both" else DATA[1:2])
-        ]
-        found += [digest(step(DATA[0][list(mine)], tuple(targets))), digest(step.grad_norm)]
+        mine = list(rows[rank * groups // ranks * SIZE : (rank + 1) * groups // ranks * SIZE])
+        inputs, *targets = (part[mine] for part in DATA)
+        found += [digest(step(inputs, tuple(targets))), digest(step.grad_norm)]
     return found
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_state_goes_on_with_another_number_of_replicas_and_the_same_bits(loss):
-    expected, step = [], make_moving_step(1, loss)
-    torch.manual_seed(5)
-    expected = run_updates(step, range(6), loss)
-    state, found = None, []
-    torch.manual_seed(5)
-    random = torch.get_rng_state()
-    for devices, numbers in ((1, (0, 1)), (3, (2, 3)), (2, (4, 5))):
-        moved = make_moving_step(devices, loss)
-        torch.set_rng_state(random)
-        if state is not None:
-            moved.load_state_dict(state)
-        found += run_updates(moved, numbers, loss)
-        state, random = moved.state_dict(), torch.get_rng_state()
-    assert found == expected
-    assert bits_of(moved) == bits_of(step)
-
-
-def go_on(rank, ranks, folder, numbers, loss):
+def go_on(rank, ranks, folder, numbers):
     """Goes on from the newest checkpoint with some updates, and saves one."""
-    step = make_moving_step(1, loss)
+    step = make_moving_step()
     torch.manual_seed(5)
     checkpoints = Checkpoints(folder, step=step)
     checkpoints.load_latest()
-    found = run_updates(step, numbers, loss, rank, ranks)
+    found = run_updates(step, numbers, rank, ranks)
     checkpoints.save(numbers[-1] + 1)
     checkpoints.wait()
     return found
 
 
-@pytest.mark.parametrize("loss", ["one count", slow("one"), slow("two counts")])
-def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_the_same_bits(loss, tmp_path):
-    expected = go_on(0, 1, tmp_path / "undisturbed", range(6), loss)
-    found = go_on(0, 1, tmp_path / "moved", (0, 1), loss)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_the_same_bits(tmp_path):
+    expected = go_on(0, 1, tmp_path / "undisturbed", range(6))
+    found = go_on(0, 1, tmp_path / "moved", (0, 1))
     for ranks, numbers in ((3, (2, 3)), (2, (4, 5))):
-        first, *others = run_ranks(ranks, go_on, ranks, tmp_path / "moved", numbers, loss)
+        first, *others = run_ranks(ranks, go_on, ranks, tmp_path / "moved", numbers)
         assert others == [first] * (ranks - 1)
         found += first
     assert found == expected
-    steps = [make_moving_step(1, loss) for _ in range(2)]
-    for name, step in zip(("undisturbed", "moved"), steps, strict=True):
+    states = []
+    for name in ("undisturbed", "moved"):
+        step = make_moving_step()
         Checkpoints(tmp_path / name, step=step).load_latest()
-    expected, found = (dict(each_leaf(step.state_dict()["optimizers"])) for step in steps)
-    assert {name: digest(value) for name, value in found.items()} == {
-        name: digest(value) for name, value in expected.items()
-    }
-    assert bits_of(steps[0]) == bits_of(steps[1])
+        leaves = each_leaf(step.state_dict()["optimizers"])
+        states.append([bits_of(step), {place: digest(value) for place, value in leaves}])
+    assert states[0] == states[1]
 
 
 # Refusals
 
 
-def refused(message, net=None, criterion=None, error=ValueError, rows=None, devices=2, **settings):
-    """Expects an error when a step is made, or runs its first batch."""
-
-    def run():
-        step = make_step(net or build_net(), criterion, devices=devices, **{**BITS, **settings})
-        step(*(rows or batch()))
-
-    with pytest.raises(error, match=message):
-        run()
-
-
-@pytest.mark.parametrize("size", [None, "auto"])
-def test_groups_without_a_number_of_rows_are_refused(size):
-    refused(
-        "reproducible='bits' with micro_batch_size=.*expected a number of rows",
-        micro_batch_size=size,
-    )
-
-
-def test_a_number_of_rows_cannot_be_taken_away_later():
-    step = make_step(build_net(), **BITS)
-    with pytest.raises(ValueError, match="micro_batch_size=None, expected a number of rows"):
-        step.micro_batch_size = None
-
-
-def test_shares_of_devices_are_refused():
-    refused(r"reproducible='bits' with split=", split=[2, 1])
-
-
-def test_cuts_by_cost_are_refused():
-    refused(r"reproducible='bits' with cut=ByCost", cut=ByCost(lambda inputs: inputs.abs().sum(1)))
-
-
 def pairs(output, labels):
     return F.cross_entropy(output @ output.t(), torch.arange(len(output)))
-
-
-@pytest.mark.parametrize("criterion", [DataParallelCriterion(pairs, whole=True), DiceLoss()])
-def test_losses_of_all_rows_are_refused(criterion):
-    refused("reproducible='bits' with a loss of all rows", criterion=criterion)
-
-
-def test_batch_norm_over_all_replicas_is_refused():
-    net = convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))
-    refused("reproducible='bits' with batch norm or SumOverRows over all rows", net)
 
 
 class Centered(nn.Module):
@@ -537,35 +365,71 @@ class Centered(nn.Module):
         self.add = SumOverRows()
 
     def forward(self, output, labels):
-        total, count = self.add(output.sum(0)), self.add(torch.tensor(float(len(output))))
+        total = self.add(output.sum(0))
+        count = self.add(torch.tensor(float(len(output))))
         return F.cross_entropy(output - total / count, labels)
 
 
-def test_sums_over_all_rows_are_refused():
-    criterion = DataParallelCriterion(
-        Centered(), weight=lambda output, labels: (labels != -100).sum()
-    )
-    refused("SumOverRows", criterion=criterion, error=(ValueError, RuntimeError))
+def count_labels(output, labels):
+    return (labels != -100).sum()
 
 
-def test_statistics_that_a_forward_writes_are_refused():
-    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
-    refused("reproducible='bits' with a forward that writes the buffer", net, rows=batch(rows=12))
+def norm():
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
 
 
-def test_sparse_gradients_are_refused():
-    net = nn.Sequential(nn.EmbeddingBag(9, 5, sparse=True))
-    words = torch.ones(ROWS, 3, dtype=torch.long), class_targets(ROWS)
-    refused("sparse", net, rows=words, error=(TypeError, ValueError))
+WORDS = torch.ones(ROWS, 3, dtype=torch.long), class_targets(ROWS)
+SIZES = "reproducible='bits' with micro_batch_size=.*expected a number of rows"
+WHOLE = "reproducible='bits' with a loss of all rows"
+REFUSED = {
+    "no number of rows": (SIZES, {"micro_batch_size": None}),
+    "any number of rows": (SIZES, {"micro_batch_size": "auto"}),
+    "shares": ("reproducible='bits' with split=", {"split": [2, 1]}),
+    "costs": ("with cut=ByCost", {"cut": ByCost(lambda inputs: inputs.abs().sum(1))}),
+    "all rows": (WHOLE, {"criterion": DataParallelCriterion(pairs, whole=True)}),
+    "overlap": (WHOLE, {"criterion": DiceLoss()}),
+    "batch norm over replicas": (
+        "with batch norm or SumOverRows over all rows",
+        {"net": convert_sync_batchnorm(norm())},
+    ),
+    "sums over rows": (
+        "SumOverRows",
+        {"criterion": DataParallelCriterion(Centered(), weight=count_labels)},
+    ),
+    "statistics": (
+        "with a forward that writes the buffer",
+        {"net": norm(), "rows": batch(rows=12)},
+    ),
+    "sparse": ("sparse", {"net": nn.Sequential(nn.EmbeddingBag(9, 5, sparse=True)), "rows": WORDS}),
+    "another word": ("reproducible='bit', expected True, False or 'bits'", {"reproducible": "bit"}),
+    "several kinds": ("expected devices of one kind", {"devices": ["sim:0", "cpu"]}),
+    "many groups": (
+        "with 6 micro-batches, expected 5 at most: give a larger micro_batch_size",
+        {"net": build_net()},
+    ),
+}
 
 
-def test_another_word_is_refused():
-    refused("reproducible='bit', expected True, False or 'bits'", reproducible="bit")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_round_in_another_way_is_refused(name, monkeypatch):
+    """The error is raised when the step is made, or runs its first batch."""
+    message, given = REFUSED[name]
+    settings = {"net": build_net(), "rows": batch(), **BITS, **given}
+    rows = settings.pop("rows")
+    if name == "many groups":
+        monkeypatch.setattr(exact, "_MOST_GROUPS", 5)
+    with simulate(1), pytest.raises((ValueError, RuntimeError, TypeError), match=message):
+        make_step(**settings)(*rows)
 
 
-def test_devices_of_several_kinds_are_refused():
-    with simulate(1):
-        refused("expected devices of one kind", devices=["sim:0", "cpu"])
+def test_a_number_of_rows_cannot_be_taken_away_later():
+    step = make_step(build_net(), **BITS)
+    with pytest.raises(ValueError, match="micro_batch_size=None, expected a number of rows"):
+        step.micro_batch_size = None
+
+
+def pairs(output, labels):
+    return F.cross_entropy(output @ output.t(), torch.arange(len(output)))
 
 
 @pytest.mark.parametrize(
@@ -601,34 +465,14 @@ def test_rows_added_between_groups_are_refused(sizes):
         step.add(inputs, labels)
 
 
-def test_more_groups_than_integers_have_room_for_are_refused(monkeypatch):
-    monkeypatch.setattr(exact, "_MOST_GROUPS", 5)
-    refused("with 6 micro-batches, expected 5 at most: give a larger micro_batch_size")
-
-
-class TiedHead(nn.Module):
-    """Computes logits by the weight of an embedding of the model."""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, output, labels):
-        return F.cross_entropy(output @ self.weight.t(), labels)
-
-
 def test_a_parameter_of_model_and_criterion_on_several_devices_is_refused():
     with simulate(2):
         net = build_net().to("sim:0")
-        criterion = DataParallelCriterion(
-            TiedHead(net[0].weight), weight=lambda output, labels: (labels != -100).sum()
-        )
-        with pytest.raises(
-            ValueError, match="a parameter that model and criterion share on several devices"
-        ):
-            TrainStep(
-                DataParallelModel(net), criterion, torch.optim.SGD(net.parameters(), lr=0.1), **BITS
-            )
+        head = nn.Linear(5, 5, bias=False)
+        head.weight = net[2].bias
+        criterion = DataParallelCriterion(nn.Sequential(head), weight=count_labels)
+        with pytest.raises(ValueError, match="that model and criterion share on several devices"):
+            make_step(net, criterion, sgd(net), devices=range(2), **BITS)
 
 
 def test_a_state_of_other_groups_is_loaded_with_a_warning():
@@ -641,26 +485,23 @@ def test_a_state_of_other_groups_is_loaded_with_a_warning():
 
 
 def make_rank_step(**settings):
-    model, criterion = parallelize(
-        build_net(), nn.CrossEntropyLoss(), ["cpu"], strategy=settings.pop("strategy", "ddp")
-    )
-    return TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **{**BITS, **settings}
-    )
+    settings = {"strategy": "ddp", **BITS, **settings}
+    return parallel_step(build_net(), devices=["cpu"], **settings)
 
 
-def check_refusals_of_ranks(rank):
+@on_ranks(2, fresh=True)
+def test_ranks_that_would_round_in_another_way_are_refused(rank):
     inputs, labels = batch()
     with pytest.raises(ValueError, match="strategy='fsdp'.*expected strategy='ddp'"):
         make_rank_step(strategy="fsdp")
     step = make_rank_step()
-    rows = slice(0, 5) if rank == 0 else slice(5, 11)
+    rows = slice(5) if rank == 0 else slice(5, 11)
     with pytest.raises(
         ValueError,
         match=r"\[5, 6\] rows.*expected multiples of micro_batch_size=2.*RankBatchSampler",
     ):
         step(inputs[rows], labels[rows])
-    rows = slice(0, 4) if rank == 0 else slice(4, 11)
+    rows = slice(4) if rank == 0 else slice(4, 11)
     assert torch.isfinite(step(inputs[rows], labels[rows]))  # a refusal changes nothing
     with pytest.raises(ValueError, match="micro_batch_size"):
         make_rank_step(micro_batch_size=2 + rank)(inputs[rows], labels[rows])
@@ -678,7 +519,3 @@ def check_refusals_of_ranks(rank):
             make_rank_step()(inputs[rows], labels[rows])
     with pytest.raises(ValueError, match="reproducible"):
         make_rank_step(reproducible="bits" if rank else True)(inputs[rows], labels[rows])
-
-
-def test_ranks_that_would_round_in_another_way_are_refused():
-    run_ranks(2, check_refusals_of_ranks, fresh=True)

@@ -90,9 +90,8 @@ def test_many_layouts_have_the_same_bits(seeds):
 def test_simulated_devices_have_the_same_bits_among_each_other(seeds):
     failures = []
     for problem in draw_problems(seeds):
-        if (
-            problem.loss == "uncertainty"
-        ):  # its parameters move with the last output, and a state would stay behind
+        # The parameters move with the last output, and a state would stay behind.
+        if problem.loss == "uncertainty":
             problem = problem._replace(optimizer="SGD")
         first, *others = draw_layouts(problem, "simulated", 3 if len(seeds) < 20 else 5)
         expected = train(0, problem, first)
@@ -131,9 +130,8 @@ def test_two_threads_have_the_same_bits_in_all_layouts():
     )
     expected = train(0, problem, ONE)
     assert not differences(train(0, problem, Layout(in_turn=(("cpu",) * 3,))), expected)
-    assert differences(
-        train(0, problem._replace(threads=1), ONE), expected
-    )  # so the number of threads matters here
+    # The number of threads matters here.
+    assert differences(train(0, problem._replace(threads=1), ONE), expected)
 
 
 # Broken on purpose
@@ -156,10 +154,9 @@ def test_groups_of_another_size_have_other_bits():
 def bits_of_three(reproducible):
     """Returns what differs between three devices and one, of the same groups."""
     problem = draw_problem(0, **WIDE, micro_batch_size=2, reproducible=reproducible)
-    three, one = (
-        Layout(in_turn=(devices,)) for devices in (("sim:0", "sim:1", "sim:2"), ("sim:0",))
-    )
-    return differences(train(0, problem, three), train(0, problem, one))
+    devices = ("sim:0", "sim:1", "sim:2")
+    layouts = Layout(in_turn=(devices,)), Layout(in_turn=(devices[:1],))
+    return differences(*(train(0, problem, layout) for layout in layouts))
 
 
 def test_without_the_setting_layouts_have_other_bits():

@@ -4,8 +4,9 @@ import pytest
 import torch
 from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
-from helpers.steps import make_step
+from helpers.steps import make_step, parallel_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, parallelize, simulate
 from balanced_parallel.training import exact
@@ -60,18 +61,17 @@ def test_small_elements_beside_large_ones_are_trained(dtype, scales):
     for optimizer in (sgd,) if dtype == torch.float64 else (sgd, torch.optim.Adam):
         expected = column_updates(scales, False, dtype, optimizer)
         assert expected.all() or dtype == torch.float32
-        torch.testing.assert_close(
-            column_updates(scales, "bits", dtype, optimizer), expected, rtol=1e-3, atol=0
-        )
+        assert_close(column_updates(scales, "bits", dtype, optimizer), expected, rtol=1e-3, atol=0)
 
 
 def test_an_element_has_twelve_bits_at_least():
     exponents = torch.arange(0, -1000, -1, dtype=torch.float64)
     for gradient in (1.5 * 2.0**exponents, 1.99999 * 2.0**exponents):
-        total, result = exact.ExactSum(), torch.zeros_like(gradient)
+        total = exact.ExactSum()
+        result = torch.zeros_like(gradient)
         total.add(gradient, *exact.magnitudes_of([gradient])[0])
         total.write(result)
-        torch.testing.assert_close(result, gradient, rtol=2.0**-11, atol=0)
+        assert_close(result, gradient, rtol=2.0**-11, atol=0)
 
 
 # Half precision
@@ -83,14 +83,12 @@ def test_the_first_update_of_fp16_is_made():
     for reproducible in (False, "bits"):
         net = build_net()
         before = net[0].weight.detach().clone()
-        model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         settings = {"precision": "fp16", "micro_batch_size": 512, "reproducible": reproducible}
-        step = TrainStep(model, criterion, optimizer, **settings)
+        step = parallel_step(net, devices=["cpu"], lr=1.0, **settings)
         step(*batch(4096))
         changes.append(net[0].weight.detach() - before)
     assert changes[1].abs().max() > 1e-3
-    torch.testing.assert_close(changes[1], changes[0], rtol=0.02, atol=1e-4)
+    assert_close(changes[1], changes[0], rtol=0.02, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -113,17 +111,14 @@ def test_parameters_in_half_precision_have_the_gradients_of_the_mean(dtype):
         results.append((net.weight.grad.double(), step.grad_norm))
     (expected, norm), (found, found_norm) = results
     assert norm > 500
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=1)
-    torch.testing.assert_close(found_norm.double(), norm.double(), rtol=0.02, atol=0)
+    assert_close(found, expected, rtol=0.02, atol=1)
+    assert_close(found_norm.double(), norm.double(), rtol=0.02, atol=0)
 
 
 def train_with_an_empty_rank(rank):
     torch.manual_seed(0)
     net = nn.Linear(4, 5)
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), precision="fp16", **BITS
-    )
+    step = parallel_step(net, devices=["cpu"], precision="fp16", **BITS)
     rows = slice(0, 0 if rank else ROWS)
     losses = [step(*(part[rows] for part in batch())).item() for _ in range(3)]
     return losses, step.digest()
@@ -141,7 +136,8 @@ def test_a_rank_without_rows_in_the_first_update_of_fp16_updates_too():
 class Writing(nn.Module):
     def __init__(self, write):
         super().__init__()
-        self.layer, self.write = nn.Linear(4, 5), write
+        self.layer = nn.Linear(4, 5)
+        self.write = write
         self.register_buffer("mean", torch.zeros(5))
         self.register_buffer("later", None)
 
@@ -151,24 +147,13 @@ class Writing(nn.Module):
         return output - self.mean
 
 
-def write_with_gradients(module, output):
-    if torch.is_grad_enabled():
-        module.mean.mul_(0.9).add_(output.mean(0), alpha=0.1)
+def follow(module, output):
+    module.mean.mul_(0.9).add_(output.mean(0), alpha=0.1)
 
 
-def write_data_with_gradients(module, output):
-    if torch.is_grad_enabled():
-        module.mean.data.add_(output.mean(0))
-
-
-def write_from_four_rows(module, output):
-    if len(output) > 3:
-        module.mean.add_(output.mean(0))
-
-
-def replace(module, output):
-    if torch.is_grad_enabled():
-        module.mean = module.mean + output.mean(0)
+def with_gradients(write):
+    """Returns a write that the small forwards do not make."""
+    return lambda module, output: write(module, output) if torch.is_grad_enabled() else None
 
 
 def register(module, output):
@@ -181,24 +166,21 @@ def fill(module, output):
         module.later = output.mean(0)
 
 
-WRITES = [
-    write_with_gradients,
-    write_data_with_gradients,
-    write_from_four_rows,
-    replace,
-    register,
-    fill,
-]
+WRITES = {
+    "with gradients": with_gradients(follow),
+    "data": with_gradients(lambda module, output: module.mean.data.add_(output.mean(0))),
+    "replaced": with_gradients(lambda module, output: setattr(module, "mean", output.mean(0))),
+    "four rows": lambda module, output: len(output) > 3 and follow(module, output),
+    "registered": register,
+    "filled": fill,
+}
 
 
-@pytest.mark.parametrize("write", WRITES)
-def test_buffers_that_groups_write_are_refused(write):
+@pytest.mark.parametrize("name", WRITES)
+def test_buffers_that_groups_write_are_refused(name):
     with simulate(3):
         step = make_step(
-            Writing(write),
-            devices=["sim:0", "sim:1", "sim:2"],
-            micro_batch_size=4,
-            reproducible="bits",
+            Writing(WRITES[name]), devices=range(3), micro_batch_size=4, reproducible="bits"
         )
         before = [each.detach().clone() for each in step.model.parameters()]
         with pytest.raises(
@@ -241,7 +223,9 @@ def test_buffers_that_are_read_or_written_with_their_values_are_not_refused():
 
 
 def write_on_ranks(rank):
-    model, criterion = parallelize(Writing(write_with_gradients), nn.CrossEntropyLoss(), ["cpu"])
+    model, criterion = parallelize(
+        Writing(WRITES["with gradients"]), nn.CrossEntropyLoss(), ["cpu"]
+    )
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **BITS)
     rows = slice(0, 4) if rank == 0 else slice(4, ROWS)
     with pytest.raises((ValueError, RuntimeError), match="writes the buffer mean"):

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
 
@@ -18,7 +20,9 @@ class Counting(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.forwards, self.temperature = nn.Linear(4, 3), 0, 2.0
+        self.layer = nn.Linear(4, 3)
+        self.forwards = 0
+        self.temperature = 2.0
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("scale", torch.ones(2))
 
@@ -68,7 +72,8 @@ class Cached(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.rows = nn.Linear(4, 3), 0
+        self.layer = nn.Linear(4, 3)
+        self.rows = 0
         self.register_buffer("cache", None)
         self.register_buffer("is_ready", torch.tensor(False))
 
@@ -109,9 +114,7 @@ def batches():
 
 def train(net, criterion, devices, method, **settings):
     model = DataParallelModel(net, devices)
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), **settings
-    )
+    step = TrainStep(model, criterion, sgd(net, lr=0.05, momentum=0.9), **settings)
     losses = []
     for inputs, targets in batches():
         if method == "step":
@@ -124,7 +127,7 @@ def train(net, criterion, devices, method, **settings):
 
 
 def trained_plainly(net, criterion):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    optimizer = sgd(net, lr=0.05, momentum=0.9)
     losses = []
     for inputs, targets in batches():
         optimizer.zero_grad()
@@ -151,19 +154,20 @@ def test_state_advances_once_per_update(kind, criterion, settings, method):
     for devices in (["cpu"], ["cpu"] * 3):
         moved = copy.deepcopy(net)
         result = train(moved, copy.deepcopy(plain), devices, method, **settings)
-        torch.testing.assert_close(result, expected)
+        assert_close(result, expected)
         assert getattr(moved, "forwards", UPDATES) == UPDATES
 
 
 def test_state_advances_once_on_devices_with_copies():
     torch.manual_seed(0)
-    net, criterion = Counting().double(), CRITERIA["annealed"]().double()
+    net = Counting().double()
+    criterion = CRITERIA["annealed"]().double()
     expected = trained_plainly(copy.deepcopy(net), copy.deepcopy(criterion.module))
     with simulate(3) as cluster:
         result = train(
             net.to(cluster.devices[0]), criterion, cluster.devices, "step", micro_batch_size=1
         )
-    torch.testing.assert_close(result, expected)
+    assert_close(result, expected)
 
 
 @pytest.mark.parametrize("method", ["step", "add"])

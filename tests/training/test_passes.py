@@ -18,8 +18,9 @@ from helpers.coupled import (
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
-from helpers.steps import make_step, run
+from helpers.steps import make_step, parallel_step, run
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
@@ -99,7 +100,8 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("kind", ["correlation", "dice of all"])
 def test_both_passes_draw_the_same_numbers_and_statistics_move_once(kind):
     _, criterion, inputs, targets = coupled_problem(kind, rows=12)
-    plain, net = Noisy(), Noisy()
+    plain = Noisy()
+    net = Noisy()
     for seed in range(2):
         torch.manual_seed(seed), random.seed(seed)
         loss = criterion.module(
@@ -112,11 +114,10 @@ def test_both_passes_draw_the_same_numbers_and_statistics_move_once(kind):
         torch.manual_seed(seed), random.seed(seed)
         found, outputs = step(inputs, targets, return_outputs=True)
         assert (torch.rand(1), random.random()) == after
-        torch.testing.assert_close(found, loss.detach())
-        torch.testing.assert_close(gather(outputs).shape, (12, CLASSES))
+        assert_close(found, loss)
+        assert_close(gather(outputs).shape, (12, CLASSES))
         assert_same_gradients(gradients(net), gradients(plain))
-        for mine, expected in zip(net.buffers(), plain.buffers(), strict=True):
-            torch.testing.assert_close(mine, expected)
+        assert_close(list(net.buffers()), list(plain.buffers()))
 
 
 @pytest.mark.parametrize(("size", "expected"), [(None, [11]), (6, [6, 5] * 2)])
@@ -233,23 +234,22 @@ class Scaled(nn.Linear):
 
 def scaled_update(rank, scale):
     torch.manual_seed(0)
-    net, inputs = Scaled(scale), torch.randn(8, 4, dtype=torch.float64)
+    net = Scaled(scale)
+    inputs = torch.randn(8, 4, dtype=torch.float64)
     targets = torch.randint(CLASSES, (8,))
-    model, criterion = parallelize(net, DiceLoss(), ["cpu"])
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2
-    )
+    step = parallel_step(net, DiceLoss(), devices=["cpu"], lr=0.0, micro_batch_size=2)
     half = slice(4 * rank, 4 * rank + 4)
     step(inputs[half], targets[half])
     net.scale.fill_(scale + rank)  # rank 1 has another one
     step(inputs[half], targets[half])
     loss = step(inputs[half], targets[half])
-    return loss, gradients_of(net, criterion)
+    return loss, gradients_of(net, step.criterion)
 
 
 def test_both_passes_have_the_buffers_of_rank_0_that_the_update_before_has_shared():
     torch.manual_seed(0)
-    net, inputs = Scaled(3), torch.randn(8, 4, dtype=torch.float64)
+    net = Scaled(3)
+    inputs = torch.randn(8, 4, dtype=torch.float64)
     targets = torch.randint(CLASSES, (8,))
     loss = DiceLoss()(net(inputs), targets)
     loss.backward()
@@ -267,11 +267,11 @@ class FullDevice(nn.Linear):
 
 
 def memory_error(rank):
-    model, criterion = parallelize(
-        FullDevice(4, CLASSES), DataParallelCriterion(DiceLoss(), whole=True), ["cpu"]
-    )
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size="auto"
+    step = parallel_step(
+        FullDevice(4, CLASSES),
+        DataParallelCriterion(DiceLoss(), whole=True),
+        devices=["cpu"],
+        micro_batch_size="auto",
     )
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step(torch.randn(4, 4), torch.randint(CLASSES, (4,)))

@@ -11,25 +11,19 @@ import random
 
 import pytest
 import torch
-from helpers.problems import CLASSES, class_targets
-from helpers.ranks import on_ranks, run_ranks
+from helpers.optimizers import balanced_or_plain
+from helpers.problems import CLASSES, class_batch, class_targets
+from helpers.ranks import on_ranks
 from helpers.releases import released_at_once
 from helpers.slow import slow_but
-from helpers.steps import run
+from helpers.steps import make_step, run
 from torch import nn
+from torch.testing import assert_close
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    convert_sync_batchnorm,
-    parallelize,
-    simulate,
-)
+from balanced_parallel import TrainStep, convert_sync_batchnorm, parallelize, simulate
+from balanced_parallel.runtime.collectives import gather_objects
 
 ROWS = 11
-ADAM = {"lr": 0.1, "weight_decay": 0.1}
 
 
 class Counting(nn.Module):
@@ -48,11 +42,8 @@ class Counting(nn.Module):
 
 def build(*more):
     torch.manual_seed(3)
-    norm = (
-        nn.Unflatten(1, (2, 3)),
-        nn.BatchNorm1d(2),
-        nn.Flatten(),
-    )  # takes one row; DDP broadcasts its statistics
+    # The norm takes one row, and DDP broadcasts its statistics.
+    norm = nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten()
     return nn.Sequential(
         nn.Linear(4, 6), *norm, nn.Dropout(0.3), *more, nn.Tanh(), nn.Linear(6, CLASSES)
     )
@@ -68,18 +59,14 @@ class Run:
     def __init__(
         self, devices=None, *, rank=None, balanced=False, build=build_counting, **settings
     ):
-        self.rank, net = rank, build()
+        self.rank = rank
+        net = build()
         if devices is not None:
             net.to(devices[0])
         self.model, criterion = parallelize(
             net, nn.CrossEntropyLoss(), devices, strategy="replicas" if devices else "ddp"
         )
-        adam = torch.optim.AdamW
-        made = (
-            BalancedOptimizer(self.model, adam, **ADAM)
-            if balanced
-            else adam(self.model.parameters(), **ADAM)
-        )
+        made = balanced_or_plain(self.model, torch.optim.AdamW, balanced)
         settings = {"micro_batch_size": "auto", "max_grad_norm": 0.5, **settings}
         self.step = TrainStep(self.model, criterion, made, **settings)
         self.losses = []
@@ -116,7 +103,8 @@ class Run:
 
 def check_faults(rank, ranks, balanced, precision, add, faults):
     """Whatever fails on one rank, the result is that of some micro-batch size from that step on, bit for bit."""
-    choose, seen = random.Random(0), set()
+    choose = random.Random(0)
+    seen = set()
     with simulate(2) as cluster:
         place = {"devices": cluster.devices} if ranks == 1 else {"rank": rank, "build": build}
 
@@ -140,12 +128,7 @@ def check_faults(rank, ranks, balanced, precision, add, faults):
             allocation = 1 + int(choose.random() * count)
             some = train(["auto"] * 4, fault, allocation)
             size = some.step.micro_batch_size
-            assert all(map(torch.equal, some.result(), expected[size])), (
-                fault,
-                allocation,
-                count,
-                size,
-            )
+            assert all(map(torch.equal, some.result(), expected[size])), (fault, allocation, count)
             seen.add(size)
     return seen
 
@@ -163,7 +146,7 @@ def test_any_failed_allocation_leaves_the_run_of_smaller_micro_batches(
     seen = run(ranks, check_faults, balanced, precision, add, 9 if ranks == 1 else 5)
     assert all(each == seen[0] for each in seen)
     assert len(seen[0]) > 1
-    half = {3} if ranks == 1 else {4, 2}  # of the rows of the rank that failed
+    half = {3} if ranks == 1 else {4, 2}  # The rows are those of the rank that failed.
     assert seen[0] <= {None, *({2} if add else half)}
 
 
@@ -181,7 +164,7 @@ def wide():
 def test_training_within_a_part_of_the_memory_has_the_losses_of_all_of_it(balanced, add):
     def run(rows=600):
         torch.manual_seed(0)
-        inputs, targets = torch.randn(rows, 4), class_targets(rows, ignored=rows // 12)
+        inputs, targets = class_batch(rows, ignored=rows // 12)
         some = Run(["sim:0", "sim:1"], build=wide, balanced=balanced)
         for _ in range(3):
             if add:
@@ -199,10 +182,10 @@ def test_training_within_a_part_of_the_memory_has_the_losses_of_all_of_it(balanc
         run(rows=2)
         least = max(cluster.peak)
     sizes = []
-    for part in (0.9, 0.5, 0.3, 0.1):  # of what the rows need
+    for part in (0.9, 0.5, 0.3, 0.1):
         with simulate(2, memory=int(least + part * (peak - least))):
             losses, size = run()
-        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+        assert_close(losses, expected, rtol=1e-5, atol=1e-6)
         sizes.append(size)
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) > 1
@@ -217,20 +200,21 @@ def live_after(cluster, run):
 @released_at_once
 def test_nothing_of_the_failed_attempt_stays_in_memory():
     with simulate(2) as cluster:
-        run, undisturbed = Run(cluster.devices), Run(cluster.devices)
+        run = Run(cluster.devices)
+        undisturbed = Run(cluster.devices)
         for number in range(3):
             run.train(number)
         before = cluster.allocations
         run.train(3)
-        count, live = cluster.allocations - before, live_after(cluster, run)
+        count = cluster.allocations - before
+        live = live_after(cluster, run)
         for number in (count // 8, count // 3, count // 2):
             cluster.fail_allocation(number)
             run.step.micro_batch_size = None
             run.train(4)
             assert run.step.micro_batch_size == 3
-            assert all(
-                map(operator.le, live_after(cluster, run), live)
-            )  # A buffer is not replaced then.
+            # A buffer is not replaced then.
+            assert all(map(operator.le, live_after(cluster, run), live))
         assert undisturbed is not None
 
 
@@ -240,7 +224,8 @@ DOES_NOT_FIT = r"one row per device does not fit: sim out of memory.* GPU 1 .* m
 def test_a_row_that_does_not_fit_is_an_error_that_changes_nothing(caplog):
     with simulate(2, memory=["1GiB", "16MiB"]):
         run = Run(["sim:0", "sim:1"], build=wide, micro_batch_size="auto")
-        inputs, targets = torch.randn(4, 2**12, 4), torch.zeros(4, CLASSES, dtype=torch.long)
+        inputs = torch.randn(4, 2**12, 4)
+        targets = torch.zeros(4, CLASSES, dtype=torch.long)
         before = [tensor.clone() for tensor in run.result()[1:]]
         with pytest.raises(torch.OutOfMemoryError, match=DOES_NOT_FIT):
             run.step((inputs,), targets)
@@ -264,20 +249,12 @@ def test_out_of_memory_without_recovery_names_it():
 @pytest.mark.parametrize("balanced", [False, True])
 def test_an_optimizer_without_room_for_its_state_says_where(balanced):
     with simulate(1, memory="26MiB"):
-        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES)).to(
-            "sim:0"
-        )
-        model = DataParallelModel(net)
-        optimizer = (
-            BalancedOptimizer(model, torch.optim.AdamW)
-            if balanced
-            else torch.optim.AdamW(net.parameters())
-        )
-        step = TrainStep(
-            model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size="auto"
-        )
+        layers = nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES)
+        net = nn.Sequential(*layers).to("sim:0")
+        settings = {"kind": torch.optim.AdamW, "is_balanced": balanced, "micro_batch_size": "auto"}
+        step = make_step(net, devices=[0], **settings)
         with pytest.raises(torch.OutOfMemoryError, match="sim out of memory") as caught:
-            step(torch.randn(2, 4), class_targets(2))
+            step(*class_batch(2))
         (note,) = caught.value.__notes__
         assert note.startswith(
             "This was the optimizer's step, which may have changed some parameters and not others: go on from"
@@ -319,22 +296,19 @@ def test_rank_without_rows_follows_the_others(rank):
     assert all(map(torch.equal, *found))
 
 
-def check_capacity(rank):
+@on_ranks(2)
+def test_capacity_of_one_rank_decides_for_all(rank):
     losses = []
     for memory in (None, ["100MiB", "24MiB"]):
         with simulate(2, memory=memory):
             step = Run(rank=rank, build=wide).step
             torch.manual_seed(0)
-            inputs, targets = torch.randn(1000, 4), class_targets(1000, ignored=10)
+            inputs, targets = class_batch(1000, ignored=10)
             losses.append(torch.stack([step(inputs, targets) for _ in range(3)]).cpu())
             size = step.micro_batch_size
-    torch.testing.assert_close(*losses)
-    return size
-
-
-def test_capacity_of_one_rank_decides_for_all():
-    sizes = run_ranks(2, check_capacity)
-    assert sizes[0] == sizes[1] < 1000
+    assert_close(*losses)
+    first, second = gather_objects(size)
+    assert first == second < 1000
 
 
 @on_ranks(2)

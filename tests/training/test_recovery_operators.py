@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from helpers.problems import CLASSES, class_targets
+from helpers.problems import CLASSES, class_batch
 from helpers.slow import slow
+from helpers.steps import make_step
 from torch import nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # torch documents this class, but has no public module for it
+from torch.utils._python_dispatch import TorchDispatchMode  # documented without a public module
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep
+from balanced_parallel import DataParallelCriterion
 
 UPDATES = 3
 
@@ -33,23 +32,16 @@ class Run:
         torch.manual_seed(3)
         norm = nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), nn.Dropout(0.3)
         self.net = nn.Sequential(nn.Linear(4, 6), *norm, nn.Tanh(), nn.Linear(6, CLASSES))
-        model = DataParallelModel(self.net, ["cpu"] * devices)
-        criterion = DataParallelCriterion(
-            nn.CrossEntropyLoss(), **({"whole": True} if whole else {})
-        )
-        adam = torch.optim.AdamW
-        self.optimizer = (
-            BalancedOptimizer(model, adam, lr=0.1)
-            if balanced
-            else adam(self.net.parameters(), lr=0.1)
-        )
-        settings = {"micro_batch_size": "auto", "precision": precision, "max_grad_norm": 0.5}
-        self.step = TrainStep(model, criterion, self.optimizer, **settings)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss(), **{"whole": True} if whole else {})
+        settings = {"devices": devices, "kind": torch.optim.AdamW, "is_balanced": balanced}
+        settings |= {"micro_batch_size": "auto", "precision": precision, "max_grad_norm": 0.5}
+        self.step = make_step(self.net, criterion, **settings)
+        self.optimizer = self.step.optimizer
         self.add, self.losses = add, []
 
     def train(self, number, mode=None):
         torch.manual_seed(100 + number)
-        inputs, targets = torch.randn(8, 4), class_targets(8, ignored=1)
+        inputs, targets = class_batch(8, ignored=1)
         parts = [(inputs[:5], targets[:5]), (inputs[5:], targets[5:])]
         torch.manual_seed(number)
         with mode or Failing():
@@ -62,26 +54,12 @@ class Run:
 
     def result(self):
         scaler = self.step.precision.scaler
-        states = [
-            value
-            for state in self.optimizer.state_dict()["state"].values()
-            for value in state.values()
-        ]
-        scale = (
-            []
-            if scaler is None
-            else [
-                torch.tensor(scaler.get_scale()),
-                torch.tensor(scaler.state_dict()["_growth_tracker"]),
-            ]
-        )
-        return [
-            *self.losses,
-            *self.net.state_dict().values(),
-            *map(torch.as_tensor, states),
-            *scale,
-            torch.get_rng_state(),
-        ]
+        states = self.optimizer.state_dict()["state"].values()
+        values = [value for state in states for value in state.values()]
+        if scaler is not None:
+            values += [scaler.get_scale(), scaler.state_dict()["_growth_tracker"]]
+        tensors = [*self.losses, *self.net.state_dict().values(), *map(torch.as_tensor, values)]
+        return [*tensors, torch.get_rng_state()]
 
 
 def undisturbed(case, failed, size):
@@ -118,7 +96,8 @@ CASES = [
 
 def disturbed(case, failed, mode):
     """Returns a run with a failure in one update, or None if its optimizer had begun: some parameters may have changed then."""
-    run, has_begun = Run(*case), []
+    run = Run(*case)
+    has_begun = []
     for number in range(UPDATES):
         if number != failed:
             run.train(number)
@@ -127,13 +106,11 @@ def disturbed(case, failed, mode):
         buffers = [buffer.clone() for buffer in run.net.buffers()]
         try:
             run.train(number, mode)
-            assert mode.error is torch.OutOfMemoryError  # others are the caller's
+            assert mode.error is torch.OutOfMemoryError  # Other errors are the caller's.
         except mode.error as error:
-            if has_begun:
+            if has_begun or "the optimizer's step" in "".join(getattr(error, "__notes__", [])):
                 return None
             if mode.error is torch.OutOfMemoryError:
-                if "the optimizer's step" in "".join(getattr(error, "__notes__", [])):
-                    return None
                 raise
             for buffer, value in zip(run.net.buffers(), buffers, strict=True):
                 buffer.copy_(value)
@@ -152,7 +129,8 @@ def test_a_failure_in_any_operator_leaves_the_run_of_some_micro_batch_size_or_of
         run = disturbed(case, failed, Failing(place, error))
         if run is None:
             break
-        size, result = run.step.micro_batch_size, run.result()
+        size = run.step.micro_batch_size
+        result = run.result()
         if size not in expected:
             expected[size] = undisturbed(case, failed, size)
         assert len(result) == len(expected[size]), place

@@ -4,11 +4,9 @@ import copy
 
 import pytest
 import torch
-from helpers.problems import class_targets
+from helpers.problems import class_batch, class_targets
 from torch import nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # torch documents this class, but has no public module for it
+from torch.utils._python_dispatch import TorchDispatchMode  # documented without a public module
 
 from balanced_parallel import (
     Along,
@@ -48,18 +46,17 @@ class SetsBuffers(nn.Module):
         return (inputs - self.mean) / self.scale
 
 
-class Momentum(nn.Module):
-    """A layer that follows another one in each forward, as in MoCo."""
+class Momentum(nn.Linear):
+    """A layer that another one follows in each forward, as in MoCo."""
 
     def __init__(self):
-        super().__init__()
         torch.manual_seed(1)
-        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        super().__init__(4, 4)
+        self.key = nn.Linear(4, 4).requires_grad_(False)
 
     def forward(self, inputs):
-        with torch.no_grad():
-            self.key.weight.lerp_(self.query.weight, 0.5)
-        return self.query(inputs) - self.key(inputs)
+        self.key.weight.detach().lerp_(self.weight.detach(), 0.5)
+        return super().forward(inputs) - self.key(inputs)
 
 
 class WritesInPlace(nn.Module):
@@ -78,7 +75,7 @@ def make_step(layer, *, devices=("cpu",), whole=False, **settings):
 
 def make_batch(number=0):
     torch.manual_seed(number)
-    return torch.randn(8, 4), class_targets(8)
+    return class_batch(8)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +146,7 @@ def test_two_passes_refuse_inputs_that_the_first_has_changed():
         RuntimeError, match=f"a loss whose rows depend on each other takes two forwards: {CHANGED}"
     ):
         step(*make_batch())
-    step, _ = make_step(WritesInPlace(), whole=True)  # in one pass
+    step, _ = make_step(WritesInPlace(), whole=True)
     assert step(*make_batch()).isfinite()
 
 
@@ -185,6 +182,11 @@ def test_an_allocation_that_fails_in_the_first_use_of_the_scaler_leaves_one_that
         assert own.get_scale() == (2.0**10 if given else 2.0**16)
 
 
+DROPPED = (
+    "the rows that were added since the last update are dropped: add them again before apply()"
+)
+
+
 @pytest.mark.parametrize("size", [None, "auto"])
 def test_a_failed_add_says_that_the_rows_before_it_are_dropped(size):
     uneven = torch.zeros(4, 4), torch.zeros(5, 4)
@@ -196,14 +198,9 @@ def test_a_failed_add_says_that_the_rows_before_it_are_dropped(size):
         step.add(*make_batch())
         with pytest.raises((ValueError, RuntimeError)) as caught:
             step.add(bad, class_targets(4))
-        assert all(
-            parameter.grad is None for parameter in step.model.parameters()
-        )  # nobody takes them for another loss's
-        *_, note = caught.value.__notes__  # before it may be the replica
-        assert (
-            note
-            == "the rows that were added since the last update are dropped: add them again before apply()"
-        )
+        # Nobody takes them for another loss's.
+        assert all(parameter.grad is None for parameter in step.model.parameters())
+        assert caught.value.__notes__[-1] == DROPPED
 
 
 def test_rows_added_after_a_failed_add_run_again_as_they_ran_first():
@@ -274,13 +271,11 @@ WRITTEN = (
 def test_parameters_that_the_forward_writes_first_are_an_error():
     step, net = make_step(Momentum())
     net[2].fails = True
-    with pytest.raises(RuntimeError, match=WRITTEN):  # before any update
+    with pytest.raises(RuntimeError, match=WRITTEN):
         step(*make_batch())
     assert step(*make_batch()).isfinite()
-    two_passes, small_forwards = (
-        {"micro_batch_size": 2, "whole": True},
-        {"micro_batch_size": None, "reproducible": True},
-    )
+    two_passes = {"micro_batch_size": 2, "whole": True}
+    small_forwards = {"micro_batch_size": None, "reproducible": True}
     for settings in (two_passes, small_forwards):
         with pytest.raises(RuntimeError, match=WRITTEN):
             make_step(Momentum(), **settings)[0](*make_batch())

@@ -9,12 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.by_row import has_kernels_of_torch
+from helpers.fsdp import whole
 from helpers.ranks import run_ranks
 from helpers.slow import slow_but
 from helpers.steps import make_step as make_step_of
+from helpers.steps import parallel_step
+from helpers.updates import values_of
 from torch import nn
+from torch.testing import assert_close
 
-from balanced_parallel import ByCost, DataParallelCriterion, TrainStep, parallelize, simulate
+from balanced_parallel import ByCost, DataParallelCriterion, simulate
 from balanced_parallel.runtime import row_random
 from balanced_parallel.savings import checkpoint_activations
 
@@ -27,11 +31,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.lstm = nn.Embedding(20, 8, padding_idx=0), nn.LSTM(8, 8, 2, dropout=0.3)
-        self.attend, self.head = (
-            nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True),
-            nn.Linear(8, 5),
-        )
+        self.embed = nn.Embedding(20, 8, padding_idx=0)
+        self.lstm = nn.LSTM(8, 8, 2, dropout=0.3)
+        self.attend = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, 5)
         self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
 
     def forward(self, words):
@@ -87,13 +90,12 @@ def train(step, updates=2, add=None):
             for part in zip(words.split(add), labels.split(add), strict=True):
                 step.add(*part)
             losses.append(step.apply())
-    parameters = [parameter.detach().cpu() for parameter in step.model.module.parameters()]
+    parameters = values_of(step.model.module)
     return [torch.stack(losses).cpu(), *parameters], torch.rand(())
 
 
 def assert_equal(found, expected):
-    for one, other in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
     assert torch.equal(found[1], expected[1])
 
 
@@ -134,7 +136,8 @@ class DrawsOnTheHost(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 5)
 
     def forward(self, x):
         def part(x):
@@ -156,18 +159,18 @@ def test_a_draw_on_the_host_that_runs_again_in_the_backward_of_a_device_is_the_s
 
     expected = gradients(["cpu"])
     with simulate(2):
-        torch.testing.assert_close(gradients(["sim:0", "sim:1"]), expected)
+        assert_close(gradients(["sim:0", "sim:1"]), expected)
 
 
 def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers(expected):
     seen = []  # two small forwards, two updates
     with simulate(2) as cluster:
         step = make_step(["sim:0", "sim:1"], micro_batch_size="auto")
-        step.model.register_forward_pre_hook(
-            lambda model, inputs: seen.append(
-                cluster.fail_allocation(50 if len(seen) == 3 else 10**9)
-            )
-        )
+
+        def fail(model, inputs):
+            seen.append(cluster.fail_allocation(50 if len(seen) == 3 else 10**9))
+
+        step.model.register_forward_pre_hook(fail)
         assert_equal(train(step), expected)
         assert step.micro_batch_size == 2
 
@@ -175,18 +178,19 @@ def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers
 def train_on_rank(rank, strategy, sizes, micro_batch_size):
     torch.manual_seed(5 + rank)  # the first rank's seed is that of all
     net, (words, labels) = Net().double(), batch()
-    model, criterion = parallelize(net, NoisyLabels(), ["cpu"], weight="rows", strategy=strategy)
-    step = TrainStep(
-        model,
-        criterion,
-        torch.optim.SGD(model.parameters(), lr=0.1),
+    step = parallel_step(
+        net,
+        NoisyLabels(),
+        devices=["cpu"],
+        weight="rows",
+        strategy=strategy,
         micro_batch_size=micro_batch_size,
         reproducible=True,
     )
     torch.manual_seed(5 + rank)
     rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     losses = [step(words[rows], labels[rows]) for _ in range(2)]
-    parameters = [whole(parameter.detach()) for parameter in model.parameters()]
+    parameters = [whole(parameter.detach()) for parameter in step.model.parameters()]
     if 0 not in sizes:
         step.add(words[rows], labels[rows])
         with pytest.raises(
@@ -197,19 +201,14 @@ def train_on_rank(rank, strategy, sizes, micro_batch_size):
     return [torch.stack(losses), *parameters], torch.rand(()) if rank == 0 else None
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 RANKS = [*itertools.product([([5, 2], None), ([4, 3], 2), ([7, 0], 3)], ["ddp", "fsdp"])]
 
 
 @pytest.mark.parametrize(("rows", "strategy"), slow_but(RANKS, RANKS[0], RANKS[3], RANKS[4]))
 def test_ranks_draw_the_numbers_of_one_device(rows, strategy, expected):
     first, second = run_ranks(2, train_on_rank, strategy, *rows)
-    for one, other in zip(first[0], expected[0], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(second[0], first[0])
+    assert_close(first[0], expected[0], rtol=1e-10, atol=1e-12)
+    assert_close(second[0], first[0])
 
 
 def test_the_small_forwards_leave_buffers_and_generators_alone():
@@ -242,19 +241,21 @@ def test_kernels_are_those_of_torch_again_after_an_update_and_after_a_failure():
 
 
 def test_modules_in_evaluation_and_in_training_are_two_kinds():
-    step, other = make_step(), make_step(3)
+    step = make_step()
+    other = make_step(3)
     for each in (step, other):
         torch.manual_seed(2)
         each(*batch())
         each.model.eval()
         each.last = each(*batch())
-    torch.testing.assert_close(step.last, other.last)
+    assert_close(step.last, other.last)
 
 
 class LayerDrop(nn.Module):
     def __init__(self, draws):
         super().__init__()
-        self.draws, self.linear = draws, nn.Linear(6, 5)
+        self.draws = draws
+        self.linear = nn.Linear(6, 5)
 
     def forward(self, x):
         self.draws(x)
@@ -301,7 +302,7 @@ def test_modules_in_evaluation_are_another_kind_where_others_stay_in_training():
 
 def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own imports
+        warnings.simplefilter("ignore", DeprecationWarning)  # Imports of torch warn.
         net = torch.compile(nn.Linear(2, 2))
     with pytest.raises(
         ValueError, match="compiled module.*expected torch._inductor.config.fallback_random = True"
@@ -313,24 +314,24 @@ def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
         make_step_of(net, nn.MSELoss(), devices=1, reproducible=True)
 
 
-FILES = tuple(
-    f"balanced_parallel/{name}.py" for name in ("runtime/row_random", "training/reproducible")
-)
+FILES = {
+    False: ("runtime/row_random.py", "training/reproducible.py", "training/exact.py"),
+    True: ("training/exact.py",),
+}
 
 
-def test_a_step_without_the_setting_calls_nothing_of_it():
-    module, seen = nn.Sequential(nn.Linear(6, 5), nn.Dropout()), []
-    step = make_step_of(module, nn.MSELoss())
-    sys.setprofile(
-        lambda frame, event, _: (
-            seen.append(frame) if frame.f_code.co_filename.endswith(FILES) else None
-        )
-    )
+@pytest.mark.parametrize("reproducible", FILES)
+def test_a_step_calls_nothing_of_other_settings(reproducible):
+    seen = []
+    settings = {"micro_batch_size": 2, "max_grad_norm": 1.0, "reproducible": reproducible}
+    step = make_step_of(nn.Sequential(nn.Linear(6, 5), nn.Dropout()), nn.MSELoss(), **settings)
+    sys.setprofile(lambda frame, *_: seen.append(frame.f_code.co_filename))
     try:
         step(torch.ones(4, 6), torch.zeros(4, 5))
     finally:
         sys.setprofile(None)
-    assert not seen
+    assert seen
+    assert not any(name.endswith(FILES[reproducible]) for name in seen)
 
 
 class FailingNet(nn.Module):
@@ -339,7 +340,9 @@ class FailingNet(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.drop, self.head = nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(4, 3)
         self.left = [0]  # A number would be put back.
 
     def forward(self, x):
@@ -352,10 +355,12 @@ class FailingNet(nn.Module):
 
 def train_after_a_failure(fails_in, limit=None):
     """Returns the parameters and the next random number of a step, after one that has failed in a forward, and its notes."""
-    net, notes = FailingNet().double(), []
+    net = FailingNet().double()
+    notes = []
     step = make_step_of(net, nn.MSELoss(), devices=1, micro_batch_size=limit, reproducible=True)
     torch.manual_seed(1)
-    x, y = torch.randn(8, 4).double() + 3, torch.randn(8, 3).double()
+    x = torch.randn(8, 4).double() + 3
+    y = torch.randn(8, 3).double()
     if fails_in:
         net.left[0] = fails_in
         with pytest.raises(torch.OutOfMemoryError, match="injected") as caught:
@@ -402,25 +407,26 @@ def test_several_means_with_weights_are_those_of_one_device():
     for devices in (1, 3):
         torch.manual_seed(3)
         criterion = DataParallelCriterion(TwoMeans(), weight=weight)
-        losses.append(
-            make_step_of(
-                Net().double(), criterion, devices=devices, micro_batch_size=2, reproducible=True
-            )(*batch())
-        )
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+        settings = {"devices": devices, "micro_batch_size": 2, "reproducible": True}
+        losses.append(make_step_of(Net().double(), criterion, **settings)(*batch()))
+    assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("reproducible", [False, True, "bits"])
 def test_a_criterion_with_parameters_stays_on_its_device_where_an_optimizer_has_state_of_them(
     reproducible,
 ):
-    means = TwoMeans()
-    criterion = DataParallelCriterion(SumOf(means))
+    class SumOfMeans(TwoMeans):
+        def forward(self, logits, labels):
+            return sum(super().forward(logits, labels).values())
+
+    means = SumOfMeans()
+    criterion = DataParallelCriterion(means)
     with simulate(2):
         net = nn.Linear(4, 5).double()
         optimizer = torch.optim.AdamW([*net.parameters(), *means.parameters()])
         settings = {"micro_batch_size": 2, "reproducible": reproducible}
-        step = make_step_of(net, criterion, optimizer, devices=["sim:0", "sim:1"], **settings)
+        step = make_step_of(net, criterion, optimizer, devices=range(2), **settings)
         places = set()
         for rows in (11, 7, 5):
             step(torch.randn(rows, 4, dtype=torch.float64), torch.randint(5, (rows,)))
@@ -428,40 +434,19 @@ def test_a_criterion_with_parameters_stays_on_its_device_where_an_optimizer_has_
     assert places == {"sim:0"}
 
 
-class SumOf(nn.Module):
-    """The sum of the means of a module."""
-
-    def __init__(self, means):
-        super().__init__()
-        self.means = means
-
-    def forward(self, logits, labels):
-        return sum(self.means(logits, labels).values())
-
-
 def test_noise_of_a_criterion_needs_a_weight_where_rows_are_split():
     """The draws were unknown, and the error said that they depend on data or chance."""
-    words, labels = batch()
     losses = []
-    for settings in ({}, {"weight": "rows"}):
+
+    def run(devices=1, micro_batch_size=None, **weight):
+        criterion = DataParallelCriterion(NoisyLabels(), **weight)
+        settings = {"micro_batch_size": micro_batch_size, "reproducible": True}
+        return make_step_of(Net().double(), criterion, devices=devices, **settings)(*batch())
+
+    for weight in ({}, {"weight": "rows"}):
         torch.manual_seed(5)
-        losses.append(
-            make_step_of(
-                Net().double(),
-                DataParallelCriterion(NoisyLabels(), **settings),
-                devices=1,
-                reproducible=True,
-            )(words, labels)
-        )
-    torch.testing.assert_close(*losses)
-    for devices, micro_batch_size in ((3, None), (1, 2)):
-        criterion = DataParallelCriterion(NoisyLabels())
-        step = make_step_of(
-            Net().double(),
-            criterion,
-            devices=devices,
-            micro_batch_size=micro_batch_size,
-            reproducible=True,
-        )
+        losses.append(run(**weight))
+    assert_close(*losses)
+    for settings in ({"devices": 3}, {"micro_batch_size": 2}):
         with pytest.raises(ValueError, match="or it draws random numbers: .* weight="):
-            step(words, labels)
+            run(**settings)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.problems import CLASSES, build_net, class_targets
 from helpers.ranks import on_ranks, run_ranks
+from helpers.updates import values_of
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -49,7 +50,8 @@ def make_step(
 
 def train(step, rank, number=0, rows=5):
     torch.manual_seed(number)
-    inputs, targets = torch.randn(2 * rows, 4, dtype=torch.float64), class_targets(2 * rows)
+    inputs = torch.randn(2 * rows, 4, dtype=torch.float64)
+    targets = class_targets(2 * rows)
     mine = slice(0, rows) if rank == 0 else slice(rows, None)
     return step(inputs[mine], targets[mine])
 
@@ -66,7 +68,7 @@ def error_of_settings(rank, name):
     return error_of(lambda: train(make_step(**SETTINGS[name][rank]), rank))
 
 
-LOSSES = {  # beside nn.CrossEntropyLoss()
+LOSSES = {
     "smoothed": lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
     "weighted": lambda: nn.CrossEntropyLoss(torch.arange(1.0, CLASSES + 1, dtype=torch.float64)),
     "summed": lambda: nn.CrossEntropyLoss(reduction="sum"),
@@ -154,7 +156,10 @@ def test_different_settings_raise_one_error_on_all_ranks(name):
 
 def check_equal(rank, strategy):
     """Counts the exchanges of three updates with settings that change on all ranks alike."""
-    gathered, summed, gather, add = [], [], collectives.gather_objects, collectives.sum_numbers
+    gathered = []
+    summed = []
+    gather = collectives.gather_objects
+    add = collectives.sum_numbers
     step = make_step(
         ADAM, strategy=strategy, micro_batch_size=2 + rank, max_grad_norm=1, schedule=1
     )
@@ -276,7 +281,8 @@ def load_weights(step):
         ]  # the sum stays the same
 
 
-ALONE = {  # what rank 1 does with a step and its state, and what the error says
+# Each: what rank 1 does with a step and its state, and what the error says.
+ALONE = {
     "lr": (
         lambda step, _: step.optimizer.param_groups[0].update(lr=0.3),
         "lr of param group 0: 0.1 on rank 0 and 0.3 on rank 1",
@@ -347,7 +353,7 @@ def check_alone(rank, name, updates, strategy):
     saved = step.state_dict()
     if rank:
         ALONE[name][0](step, saved)
-    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    before = values_of(step.model)
     message = error_of(lambda: train(step, rank, updates))
     assert ("Nothing was updated" if updates else "expected the same settings") in message
     assert all(
@@ -357,10 +363,8 @@ def check_alone(rank, name, updates, strategy):
     return message
 
 
-FIRST, LATER = (
-    ("weights", "nan", "buffers", "state", "p", "momentum", "eval", "frozen"),
-    ("lr", "group", "norm"),
-)
+FIRST = ("weights", "nan", "buffers", "state", "p", "momentum", "eval", "frozen")
+LATER = ("lr", "group", "norm")
 CASES = [
     *((name, 0, "ddp") for name in FIRST),
     *((name, 0, "fsdp") for name in ("buffers", "p", "eval")),
@@ -386,7 +390,8 @@ def test_groups_of_equal_sizes_with_other_parameters_are_refused(rank):
     step = make_layers()
     swap_groups(step)
     if rank:
-        bias, groups = step.model.module[0].bias, step.optimizer.param_groups
+        bias = step.model.module[0].bias
+        groups = step.optimizer.param_groups
         groups[0]["params"] = [bias]
         groups[1]["params"] = [
             parameter for parameter in step.model.parameters() if parameter is not bias

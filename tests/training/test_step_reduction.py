@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import build_net, class_targets
 from torch import nn
 
@@ -12,8 +13,9 @@ ROWS = 7
 
 
 def plain():
-    net, loss = build_net().double(), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net = build_net().double()
+    loss = nn.CrossEntropyLoss()
+    optimizer = sgd(net)
     losses = []
     for number, loss.reduction in enumerate(REDUCTIONS):
         inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(number)).double()
@@ -33,9 +35,11 @@ def plain():
 def test_a_reduction_that_is_set_later_is_followed(settings):
     """The sum was divided, as the mean before."""
     losses, parameters = plain()
-    net, loss = build_net().double(), nn.CrossEntropyLoss()
-    model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(loss)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net = build_net().double()
+    loss = nn.CrossEntropyLoss()
+    model = DataParallelModel(net, ["cpu"] * 3)
+    criterion = DataParallelCriterion(loss)
+    optimizer = sgd(net)
     step = TrainStep(model, criterion, optimizer, **settings or {})
     for number, loss.reduction in enumerate(REDUCTIONS):
         inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(number)).double()
@@ -49,8 +53,7 @@ def test_a_reduction_that_is_set_later_is_followed(settings):
             value = step(inputs, targets)
         assert value.item() == pytest.approx(losses[number], rel=1e-7)
         assert criterion.reduction == loss.reduction
-    for parameter, expected in zip(net.parameters(), parameters, strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(list(net.parameters()), parameters, rtol=1e-7, atol=1e-10)
 
 
 @pytest.mark.parametrize(("name", "value"), [("weight", "rows"), ("minimum", 1.0), ("whole", True)])

@@ -9,22 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
+    assert_equal,
     assert_same_gradients,
     build_net,
+    class_batch,
     class_targets,
     gradients,
     plain_program,
 )
 from helpers.slow import slow, slow_but
+from helpers.steps import make_step as make_step_of
+from helpers.updates import values_of
 from torch import nn
 
 from balanced_parallel import (
-    BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
-    TrainStep,
     convert_sync_batchnorm,
     simulate,
     weighted_mean,
@@ -59,30 +62,20 @@ CRITERIA = {
 
 def make_net(norm=False):
     net = build_net()
-    return (
-        convert_sync_batchnorm(nn.Sequential(net[0], nn.BatchNorm1d(6), nn.Dropout(0.3), *net[1:]))
-        if norm
-        else net
-    )
+    if not norm:
+        return net
+    layers = net[0], nn.BatchNorm1d(6), nn.Dropout(0.3), *net[1:]
+    return convert_sync_batchnorm(nn.Sequential(*layers))
 
 
 def make_step(net, criterion, *, balanced=False, **settings):
-    model = DataParallelModel(net)
-    criterion = (
-        criterion
-        if isinstance(criterion, DataParallelCriterion)
-        else DataParallelCriterion(criterion)
-    )
-    optimizer = (
-        BalancedOptimizer(model, torch.optim.AdamW)
-        if balanced
-        else torch.optim.AdamW(net.parameters())
-    )
-    return TrainStep(model, criterion, optimizer, **settings)
+    adam = {"kind": torch.optim.AdamW, "lr": 1e-3, "is_balanced": balanced}
+    return make_step_of(net, criterion, devices=None, **adam, **settings)
 
 
 def batch(place):
-    inputs, targets = torch.randn(ROWS, 4).pin_memory(), class_targets(ROWS, ignored=3).pin_memory()
+    inputs = torch.randn(ROWS, 4).pin_memory()
+    targets = class_targets(ROWS, ignored=3).pin_memory()
     return (inputs, targets) if place == "host" else (inputs.to("sim:0"), targets.to("sim:0"))
 
 
@@ -102,6 +95,15 @@ SETTINGS = {
 WAITS_OF_THE_SCALER = {"fp16": 1, "fp16, balanced": 3}  # one for each device that has gradients
 
 
+def update(step, inputs, targets, rows):
+    """Returns the loss of an update, whose rows come in one call or in several."""
+    if len(rows) == 1:
+        return step(inputs, targets)
+    for part in zip(inputs.split(rows), targets.split(rows), strict=True):
+        step.add(*part)
+    return step.apply()
+
+
 WAYS = list(itertools.product(["host", "device"], CRITERIA, SETTINGS))
 # each criterion with the targets on the host and on a device, and each of these with all settings of the first criterion
 IN_ALL_RUNS = [
@@ -115,24 +117,18 @@ def test_a_step_waits_only_where_the_caller_reads_its_loss_and_for_the_scaler(
 ):
     with simulate(3) as cluster:
         options = dict(SETTINGS[settings])
-        rows = options.pop("rows", None)
+        rows = options.pop("rows", [ROWS])
         step = make_step(make_net(options.pop("norm", False)), CRITERIA[name](), **options)
         inputs, targets = batch(place)
         step(inputs, targets)  # the criterion moves its weights
         before = len(cluster.waits)
-        reads = (
-            name == "a weight" and place == "device"
-        )  # a mean of nothing may be nan: one look at the counts of all replicas
+        # A mean of nothing may be nan: one look at the counts of all replicas.
+        reads = name == "a weight" and place == "device"
         of_scaler = WAITS_OF_THE_SCALER.get(settings, 0)
         for _ in range(4):  # checksums are compared in the windows 2 and 4
             with contextlib.nullcontext() if reads or of_scaler else cluster.forbidding_waits():
-                if rows is None:
-                    loss = step(inputs, targets)
-                else:
-                    for part in zip(inputs.split(rows), targets.split(rows), strict=True):
-                        step.add(*part)
-                    loss = step.apply()
-        calls = len(rows) if rows else 2 if step.micro_batch_size else 1
+                loss = update(step, inputs, targets, rows)
+        calls = len(rows) if len(rows) > 1 else 2 if step.micro_batch_size else 1
         waits = [(wait.kind, Path(wait.file).name) for wait in cluster.waits[before:]]
         assert waits.count(("item", "optimizers.py")) == 4 * of_scaler
         assert len(waits) == 4 * (of_scaler + calls * reads)
@@ -145,7 +141,7 @@ def test_a_step_waits_only_where_the_caller_reads_its_loss_and_for_the_scaler(
 def test_half_precision_without_autocast_waits_nowhere(place, weights):
     with simulate(3) as cluster:
         step = make_step(build_net().half(), nn.CrossEntropyLoss(weights), micro_batch_size=2)
-        step.optimizer = torch.optim.SGD(step.model.parameters(), lr=0.1)
+        step.optimizer = sgd(step.model)
         inputs, targets = batch("host")
         inputs = inputs.half().pin_memory()
         targets = targets if place == "host" else targets.to("sim:0")
@@ -166,21 +162,16 @@ def test_a_batch_without_counted_targets_still_changes_nothing(place, name, prec
         inputs, targets = batch(place)
         step(inputs, targets)
         ignored = torch.full((ROWS,), -100).pin_memory().to(targets.device)
-        before, state = (
-            [parameter.detach().clone() for parameter in net.parameters()],
-            str(step.optimizer.state_dict()),
-        )
+        before = values_of(net)
+        state = str(step.optimizer.state_dict())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with (
-                contextlib.nullcontext()
-                if name == "a weight" and place == "device"
-                else cluster.forbidding_waits()
-            ):
+            reads = name == "a weight" and place == "device"
+            with contextlib.nullcontext() if reads else cluster.forbidding_waits():
                 loss = step(inputs, ignored)
         assert ["nothing is updated" in str(warning.message) for warning in caught] == [True]
         assert loss.isnan()
-        assert all(map(torch.equal, before, net.parameters()))
+        assert all(map(torch.equal, before, values_of(net)))
         assert str(step.optimizer.state_dict()) == state
         assert step(inputs, targets).isfinite()
 
@@ -193,23 +184,25 @@ def test_loss_and_gradients_are_those_of_the_plain_program(
     double, place, name, micro_batch_size, ignored
 ):
     """Eight ignored rows leave a replica, and whole micro-batches, without a counted target."""
-    net, criterion = build_net(), CRITERIA[name]()
+    net = build_net()
+    criterion = CRITERIA[name]()
     plain = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
-    inputs, targets = torch.randn(ROWS, 4), class_targets(ROWS, ignored)
+    inputs, targets = class_batch(ROWS, ignored)
     loss, expected = plain_program(net, plain, inputs, targets)
     with simulate(3):
         if place == "device":
-            inputs, targets = inputs.to("sim:0"), targets.to("sim:0")
+            inputs = inputs.to("sim:0")
+            targets = targets.to("sim:0")
         step = make_step(net, criterion, micro_batch_size=micro_batch_size)
         for _ in range(2):
             step.optimizer.param_groups[0]["lr"] = 0.0
             step.optimizer.param_groups[0]["weight_decay"] = 0.0
-            torch.testing.assert_close(step(inputs, targets).cpu(), loss, rtol=1e-10, atol=1e-10)
-            assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+            assert_equal(step(inputs, targets).cpu(), loss)
+            assert_same_gradients(gradients(net), expected)
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "class weights"])
-@pytest.mark.parametrize("rows", [[slice(0, 11)], [slice(0, 1), slice(1, 4), slice(4, 11)]])
+@pytest.mark.parametrize("rows", [[11], [1, 3, 7]])
 def test_float16_divides_by_the_same_numbers_wherever_targets_are(name, rows):
     """The divisor of the gradients so far is a power of two, computed on the host or on the device."""
     found = {}
@@ -221,20 +214,15 @@ def test_float16_divides_by_the_same_numbers_wherever_targets_are(name, rows):
             inputs, targets = batch(place)
             losses = []
             for _ in range(3):
-                for some in rows:
-                    step.add(inputs[some], targets[some])
-                losses.append(step.apply().cpu())
+                losses.append(update(step, inputs, targets, rows).cpu())
             found[place] = [*losses, *(parameter.detach().cpu() for parameter in net.parameters())]
-    for one, other in zip(found["host"], found["device"], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found["host"], found["device"], rtol=1e-6, atol=1e-7)
 
 
 def test_a_criterion_waits_nowhere():
     with simulate(3) as cluster:
-        model, criterion = (
-            DataParallelModel(build_net()),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DataParallelModel(build_net())
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         squares = DataParallelCriterion(nn.MSELoss())
         inputs, targets = batch("host")
         values = torch.rand(ROWS, CLASSES).pin_memory()

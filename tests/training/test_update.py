@@ -9,19 +9,22 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
+from helpers.optimizers import sgd
+from helpers.problems import CLASSES, assert_same_gradients, build_net, class_batch, gradients
 from helpers.slow import slow, slow_but
 from helpers.steps import batch, make_step, rows_of, run, tolerance_of
+from helpers.updates import values_of
 from torch import nn
-
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    parallelize,
-    simulate,
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    ExponentialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
 )
+from torch.testing import assert_close
+
+from balanced_parallel import BalancedOptimizer, DataParallelModel, TrainStep, parallelize, simulate
 
 CPUS = ["cpu"] * 3
 
@@ -29,10 +32,8 @@ CPUS = ["cpu"] * 3
 def make_optimizers(net, *, with_bias=True):
     """An optimizer and a scheduler for each of the two layers, the second with its bias or without it."""
     last = list(net[2].parameters()) if with_bias else [net[2].weight]
-    optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.5), torch.optim.AdamW(last, lr=0.1)]
-    schedulers = [
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers
-    ]
+    optimizers = [sgd(net[0], lr=0.5), torch.optim.AdamW(last, lr=0.1)]
+    schedulers = [ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
     return optimizers, schedulers
 
 
@@ -40,11 +41,9 @@ def check_several(rank, ranks, precision):
     """A layer is given to an optimizer later, as one does who unfreezes. The targets do not say what they weigh."""
     torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
     error = tolerance_of(precision)
-    plain, net, weighted = (
-        build_net(),
-        build_net(),
-        nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, CLASSES)),
-    )
+    plain = build_net()
+    net = build_net()
+    weighted = nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, CLASSES))
     references, reference_schedulers = make_optimizers(plain, with_bias=False)
     model, criterion = parallelize(net, weighted, CPUS if ranks == 1 else None)
     optimizers, schedulers = make_optimizers(net, with_bias=False)
@@ -72,17 +71,11 @@ def check_several(rank, ranks, precision):
         assert norm > 0.1
         for one in (*references, *reference_schedulers):
             one.step()
-        torch.testing.assert_close(
-            step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error
-        )
-        torch.testing.assert_close(
-            step.grad_norm, norm, rtol=error, atol=0.0
-        )  # before it is clipped
+        assert_close(step(inputs[mine], targets[mine]), loss, rtol=error, atol=error)
+        assert_close(step.grad_norm, norm, rtol=error, atol=0.0)
         assert_same_gradients(gradients(net), gradients(plain), error)
         if precision == "fp32":
-            torch.testing.assert_close(
-                list(net.parameters()), list(plain.parameters()), rtol=error, atol=error
-            )
+            assert_close(list(net.parameters()), list(plain.parameters()), rtol=error, atol=error)
         net.load_state_dict(plain.state_dict())
     assert [one.get_last_lr() for one in schedulers] == [
         one.get_last_lr() for one in reference_schedulers
@@ -126,14 +119,14 @@ def check_overflow(rank, ranks):
     step = TrainStep(
         model, criterion, optimizers, scheduler=schedulers, max_grad_norm=1.0, precision="fp16"
     )
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    step(torch.randn(4, 4), class_targets(4))
+    before = values_of(net)
+    step(*class_batch(4))
     assert all(map(torch.equal, net.parameters(), before))
     assert not optimizers[1].state
     assert [one.get_last_lr() for one in schedulers] == [[0.5], [0.1]]
     assert step.precision.scaler.get_scale() == 2.0**15
     net[2].overflows = False
-    step(torch.randn(4, 4), class_targets(4))
+    step(*class_batch(4))
     assert not any(map(torch.equal, net.parameters(), before))
     assert [one.get_last_lr() for one in schedulers] == [[0.25], [0.05]]
 
@@ -149,7 +142,7 @@ def test_overflow_skips_fused_optimizers(fused):
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
     step = make_step(net, nn.MSELoss(), optimizer, precision="fp16")
     step(torch.randn(4, 4), torch.rand(4, 5))
-    before = [parameter.detach().clone() for parameter in net.parameters()]
+    before = values_of(net)
     step(torch.randn(4, 4), torch.full((4, 5), torch.inf))
     assert all(map(torch.equal, net.parameters(), before))
     assert [int(state["step"]) for state in optimizer.state.values()] == [1] * 4
@@ -157,100 +150,83 @@ def test_overflow_skips_fused_optimizers(fused):
 
 def test_parameter_in_two_optimizers_raises_an_error():
     net = build_net()
-    both = [torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net[2].parameters(), lr=0.1)]
+    both = [sgd(net), sgd(net[2])]
     message = (
         r"model\.2\.weight of shape \(5, 6\) is in the optimizers 0 and 1, expected in one of them"
     )
     with pytest.raises(ValueError, match=message):
         make_step(net, optimizer=both)
     other = nn.Parameter(torch.zeros(2))
-    several = [
-        torch.optim.SGD([*net[0].parameters(), other], lr=0.1),
-        torch.optim.SGD(net[2].parameters(), lr=0.1),
-    ]
+    several = [torch.optim.SGD([*net[0].parameters(), other], lr=0.1), sgd(net[2])]
     step = make_step(net, optimizer=several)
-    step(torch.randn(3, 4), class_targets(3))
+    step(*class_batch(3))
     several[1].add_param_group({"params": [other]})
     with pytest.raises(
         ValueError, match=r"a parameter of shape \(2,\) is in the optimizers 0 and 1"
     ):
-        step(torch.randn(3, 4), class_targets(3))
+        step(*class_batch(3))
 
 
-def test_invalid_optimizers_and_schedulers_raise_an_error():
+NO_OPTIMIZER = "the optimizer is an object of type generator, expected an instance of Optimizer, or"
+NO_SCHEDULER = "the scheduler is an object of type SGD, expected an instance of LRScheduler, or"
+OF_ANOTHER = "ConstantLR was made for another Adam, expected the optimizer of this step: its"
+INVALID = {
+    NO_OPTIMIZER: lambda net, optimizer: {"optimizer": net.parameters()},
+    r"the optimizer is a tensor of shape \(6, 4\), expected": lambda net, optimizer: {
+        "optimizer": list(net.parameters())
+    },
+    "no optimizer was given, expected one or more": lambda net, optimizer: {"optimizer": []},
+    NO_SCHEDULER: lambda net, optimizer: {"scheduler": [optimizer]},
+    "ReduceLROnPlateau needs a metric: call its step": lambda net, optimizer: {
+        "scheduler": [ConstantLR(optimizer), ReduceLROnPlateau(optimizer)]
+    },
+    OF_ANOTHER: lambda net, optimizer: {
+        "scheduler": [ConstantLR(optimizer), ConstantLR(torch.optim.Adam(net.parameters()))]
+    },
+}
+
+
+@pytest.mark.parametrize("message", INVALID)
+def test_invalid_optimizers_and_schedulers_raise_an_error(message):
     net = build_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(
-        TypeError,
-        match=r"the optimizer is an object of type generator, expected an instance of Optimizer, or",
-    ):
-        make_step(net, optimizer=net.parameters())
-    with pytest.raises(TypeError, match=r"the optimizer is a tensor of shape \(6, 4\), expected"):
-        make_step(net, optimizer=list(net.parameters()))
-    with pytest.raises(ValueError, match="no optimizer was given, expected one or more"):
-        make_step(net, optimizer=[])
-    with pytest.raises(
-        TypeError,
-        match=r"the scheduler is an object of type SGD, expected an instance of LRScheduler, or",
-    ):
-        make_step(net, optimizer=optimizer, scheduler=[optimizer])
-    with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric: call its step"):
-        make_step(
-            net,
-            optimizer=optimizer,
-            scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), plateau],
-        )
-    other = torch.optim.lr_scheduler.ConstantLR(torch.optim.Adam(net.parameters()))
-    with pytest.raises(
-        ValueError,
-        match="ConstantLR was made for another Adam, expected the optimizer of this step: its",
-    ):
-        make_step(
-            net,
-            optimizer=optimizer,
-            scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), other],
-        )
+    optimizer = sgd(net)
+    settings = {"optimizer": optimizer, **INVALID[message](net, optimizer)}
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_step(net, **settings)
 
 
 def test_schedulers_of_schedulers_are_those_of_their_optimizer():
     net = build_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    parts = [
-        torch.optim.lr_scheduler.ConstantLR(optimizer),
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
-    ]
-    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
-    make_step(
-        net,
-        optimizer=optimizer,
-        scheduler=[sequence, torch.optim.lr_scheduler.ChainedScheduler(parts)],
-    )
+    optimizer = sgd(net)
+    parts = [ConstantLR(optimizer), ExponentialLR(optimizer, 0.5)]
+    sequence = SequentialLR(optimizer, parts, [2])
+    make_step(net, optimizer=optimizer, scheduler=[sequence, ChainedScheduler(parts)])
     balanced = BalancedOptimizer(DataParallelModel(net, CPUS), torch.optim.Adam, lr=0.1)
-    make_step(net, optimizer=balanced, scheduler=torch.optim.lr_scheduler.ConstantLR(balanced))
+    make_step(net, optimizer=balanced, scheduler=ConstantLR(balanced))
 
 
-class Prompted(torch.nn.Module):
+class Prompted(nn.Sequential):
     """A buffer that learns, which no optimizer has."""
 
     def __init__(self):
-        super().__init__()
-        self.net = build_net()
+        super().__init__(build_net())
         self.register_buffer("prompt", torch.ones(4).requires_grad_())
 
     def forward(self, x):
-        return self.net(x * self.prompt)
+        return super().forward(x * self.prompt)
 
 
 def test_gradient_of_a_buffer_equals_the_plain_program(double):
-    module, x, target = Prompted(), torch.randn(11, 4), class_targets(11, 3)
+    module = Prompted()
+    x, target = class_batch(11, 3)
     F.cross_entropy(module(x), target).backward()
-    expected, module.prompt.grad = module.prompt.grad.clone(), None
-    optimizer = torch.optim.SGD(module.net.parameters(), lr=0.0)
+    expected = module.prompt.grad.clone()
+    module.prompt.grad = None
+    optimizer = sgd(module, lr=0.0)
     step = make_step(module, nn.CrossEntropyLoss(torch.ones(5)), optimizer, micro_batch_size=2)
     for _ in range(2):
         step(x, target)
-        torch.testing.assert_close(module.prompt.grad, expected)
+        assert_close(module.prompt.grad, expected)
 
 
 class Embedding(nn.Module):
@@ -259,7 +235,8 @@ class Embedding(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.head = nn.Linear(4, 6), nn.Linear(6, CLASSES)
+        self.first = nn.Linear(4, 6)
+        self.head = nn.Linear(6, CLASSES)
 
     def forward(self, inputs):
         hidden = self.first(inputs).tanh()
@@ -269,7 +246,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     def __init__(self, head):
         super().__init__()
-        self.head, self.scale = head, nn.Parameter(torch.tensor(1.5))
+        self.head = head
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, hidden, target):
         return F.cross_entropy(self.head(hidden) * self.scale, target, ignore_index=0)
@@ -281,7 +259,7 @@ def counted(hidden, target):
 
 def shared_batch():
     torch.manual_seed(0)
-    return torch.randn(11, 4), class_targets(11)
+    return class_batch(11)
 
 
 def shared_gradients():
@@ -318,7 +296,7 @@ def check_shared(rank, ranks, precision, given):
     mine = slice(None) if ranks == 1 else slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
     for _ in range(3):
         found = step(inputs[mine], targets[mine])
-        torch.testing.assert_close(found, loss, rtol=tolerance_of(precision), atol=1e-10)
+        assert_close(found, loss, rtol=tolerance_of(precision), atol=1e-10)
         assert_same_gradients(gradients(net, head), expected, tolerance_of(precision))
 
 
@@ -355,17 +333,11 @@ class NeedsClosure(torch.optim.SGD):
 def test_optimizers_that_need_a_closure_are_named(balanced, precision):
     """The error was "'NoneType' object is not callable"."""
     net = build_net()
-    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
-    optimizer = (
-        BalancedOptimizer(model, TwoSteps, lr=0.1)
-        if balanced
-        else TwoSteps(net.parameters(), lr=0.1)
-    )
-    step = TrainStep(model, criterion, optimizer, precision=precision)
-    name = type(optimizer).__name__
+    step = make_step(net, devices=3, kind=TwoSteps, is_balanced=balanced, precision=precision)
+    name = type(step.optimizer).__name__
     message = rf"{name}\.step\(\) failed without a closure: 'NoneType' object is not callable; if it needs one, call optimizer"
     with pytest.raises(RuntimeError, match=message) as caught:
-        step(torch.randn(3, 4), class_targets(3))
+        step(*class_batch(3))
     note = caught.value.__notes__[-1]
     assert note.startswith(
         "This was the optimizer's step, which may have changed some parameters and not others: go on from"

@@ -10,30 +10,32 @@ import torch
 import torch.nn.functional as F
 from helpers.problems import (
     Calls,
+    assert_equal,
     assert_same_gradients,
     build_net,
+    class_batch,
     class_targets,
     gradients,
     plain_program,
 )
 from helpers.steps import make_step
+from helpers.updates import values_of
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion
 
 
 def test_uneven_and_empty_micro_batches_equal_the_plain_program(double):
-    net, x, target = build_net(), torch.randn(11, 4), class_targets(11, 5)
+    net = build_net()
+    x, target = class_batch(11, 5)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     step = make_step(net)
     for rows in (slice(0, 3), slice(3, 3), slice(3, 4), slice(4, 9), slice(9, 11)):
         step.add(x[rows], target[rows])
-    torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(step.apply(), loss)
     assert_same_gradients(gradients(net), expected)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x[:4], target[2:6])
-    torch.testing.assert_close(
-        step(x[:4], target[2:6]), loss, rtol=1e-10, atol=1e-10
-    )  # nothing is left of the first window
+    assert_equal(step(x[:4], target[2:6]), loss)  # nothing is left of the first window
     assert_same_gradients(gradients(net), expected)
 
 
@@ -43,14 +45,15 @@ def test_zero_weight_skips_the_update(rows):
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     step = make_step(net, optimizer=optimizer, scheduler=scheduler, precision="fp16")
-    step(torch.randn(3, 4), class_targets(3))
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    state, scale = str(optimizer.state_dict()), step.precision.scaler.state_dict()
+    step(*class_batch(3))
+    before = values_of(net)
+    state = str(optimizer.state_dict())
+    scale = step.precision.scaler.state_dict()
     with pytest.warns(UserWarning, match="nothing is updated, and its loss is nan") as caught:
         loss = step(torch.randn(rows, 4), torch.full((rows,), -100))
     assert loss.isnan()
     assert caught[0].filename == __file__
-    assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
+    assert all(map(torch.equal, before, net.parameters()))
     assert (str(optimizer.state_dict()), step.precision.scaler.state_dict()) == (state, scale)
     assert scheduler.get_last_lr() == [0.05]
 
@@ -58,7 +61,7 @@ def test_zero_weight_skips_the_update(rows):
 def test_float16_gradients_do_not_overflow_in_accumulation():
     """With a scale of 2**16, gradients of the sum of many terms would be past 65504: the window is divided as it accumulates."""
     net = build_net()
-    x, target = torch.randn(512, 4), class_targets(512)
+    x, target = class_batch(512)
     with torch.autocast("cpu", torch.float16):
         loss = F.cross_entropy(net(x), target)
     (loss * 2.0**16).backward()
@@ -71,7 +74,7 @@ def test_float16_gradients_do_not_overflow_in_accumulation():
 def test_float16_divisor_of_a_window_is_near_the_weight_of_the_one_before():
     """Nobody knows after the first row of a run that 500 will follow: the first update may overflow, and is skipped then."""
     net = build_net()
-    x, target = torch.randn(512, 4), class_targets(512)
+    x, target = class_batch(512)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     step = make_step(net, precision="fp16")
     for number in range(2):
@@ -88,7 +91,8 @@ def weighted_by_hand(criterion):
     )
 
 
-COUNTED = [  # how often labels are compared with the one to be ignored, and gradients rescaled
+# Each ends with how often labels are compared with the one to be ignored, and gradients rescaled.
+COUNTED = [
     (nn.CrossEntropyLoss(ignore_index=2), 2, 1, 0),
     (functools.partial(F.cross_entropy, ignore_index=2, label_smoothing=0.1), 2, 1, 0),
     (nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5), ignore_index=2), 2, 6, 1),
@@ -103,7 +107,8 @@ COUNTED = [  # how often labels are compared with the one to be ignored, and gra
 def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_not_predicted(
     double, criterion, micro_batch_size, comparisons, rescalings
 ):
-    net, x = build_net(), torch.randn(11, 4)
+    net = build_net()
+    x = torch.randn(11, 4)
     criterion = criterion.double() if isinstance(criterion, nn.Module) else criterion
     step = make_step(net, criterion, lr=0.0, micro_batch_size=micro_batch_size)
     plain = step.criterion.module
@@ -115,15 +120,13 @@ def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_
             Calls(torch.ops.aten._foreach_mul_.Scalar) as rescaled,
         ):
             found = step(x, target)
-        torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+        assert_equal(found, loss)
         assert_same_gradients(gradients(net), expected)
-        assert (compared.seen, rescaled.seen) == (
-            comparisons,
-            rescalings,
-        )  # else for each micro-batch and each replica
+        # It would be once for each micro-batch and each replica.
+        assert (compared.seen, rescaled.seen) == (comparisons, rescalings)
     step.add(x[:7], target[:7])
     step.add(x[7:], target[7:])
-    torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
+    assert_equal(step.apply(), loss)
     assert_same_gradients(gradients(net), expected)
 
 
@@ -146,5 +149,5 @@ def test_micro_batches_have_at_most_micro_batch_size_rows_per_device(
     step.model.register_forward_hook(
         lambda model, inputs, outputs: seen.append([len(output) for output in outputs])
     )
-    step(torch.randn(rows, 4), class_targets(rows))
+    step(*class_batch(rows))
     assert seen == expected

@@ -7,21 +7,19 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
+from helpers.fsdp import whole
+from helpers.optimizers import sgd
+from helpers.problems import assert_same_gradients, build_net, class_batch, class_targets, gradients
 from helpers.slow import slow_but
-from helpers.steps import make_step, rows_of, run, tolerance_of
+from helpers.steps import make_step, parallel_step, rows_of, run, tolerance_of
 from torch import nn
+from torch.testing import assert_close
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    parallelize,
-)
+from balanced_parallel import TrainStep, parallelize
 
 CPUS = ["cpu"] * 3
-LIMIT = 0.02  # between the entries of the gradient, and of those of parts of the batch
+# It lies between the entries of the gradient, and of those of parts of the batch.
+LIMIT = 0.02
 
 
 def clamp(gradient):
@@ -51,23 +49,23 @@ def train(step, way, inputs, targets):
 def check_hooks(rank, ranks, way, precision, strategy):
     torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
     plain = build_net()
-    net, calls = copy.deepcopy(plain), []
+    net = copy.deepcopy(plain)
+    calls = []
     hook(plain, [])
     model, criterion = parallelize(
         net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None, strategy=strategy
     )
     hook(net, calls)
-    reference, optimizer = (
-        torch.optim.SGD(plain.parameters(), lr=0.1),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-    )
+    reference = sgd(plain)
+    optimizer = sgd(net)
     size = {"micro": 1, "auto": "auto"}.get(way)
     step = TrainStep(
         model, criterion, optimizer, micro_batch_size=size, precision=precision, max_grad_norm=0.1
     )
     for number in range(3):
         torch.manual_seed(number)
-        inputs, targets = torch.randn(7, 4) * 3, class_targets(7, ignored=2)
+        inputs = torch.randn(7, 4) * 3
+        targets = class_targets(7, ignored=2)
         plain.zero_grad()
         loss = F.cross_entropy(plain(inputs), targets)
         loss.backward()
@@ -75,16 +73,11 @@ def check_hooks(rank, ranks, way, precision, strategy):
         reference.step()
         mine = rows_of(rank, ranks)
         found = train(step, way, inputs[mine], targets[mine])
-        torch.testing.assert_close(found, loss.detach(), rtol=tolerance_of(precision), atol=1e-10)
-        torch.testing.assert_close(step.grad_norm, norm, rtol=tolerance_of(precision), atol=0.0)
-        whole = nn.ParameterList(
-            getattr(parameter, "full_tensor", lambda each=parameter: each)()
-            for parameter in net.parameters()
-        )
-        for parameter, expected in zip(whole, plain.parameters(), strict=True):
-            torch.testing.assert_close(
-                parameter, expected, rtol=tolerance_of(precision), atol=tolerance_of(precision)
-            )
+        assert_close(found, loss, rtol=tolerance_of(precision), atol=1e-10)
+        assert_close(step.grad_norm, norm, rtol=tolerance_of(precision), atol=0.0)
+        error = tolerance_of(precision)
+        found = [whole(parameter) for parameter in net.parameters()]
+        assert_close(found, list(plain.parameters()), rtol=error, atol=error)
         if strategy != "fsdp":
             assert_same_gradients(gradients(net), gradients(plain), tolerance_of(precision))
         assert len(calls) == 4 * (number + 1)
@@ -113,7 +106,8 @@ class Branches(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(4, 5)
+        self.first = nn.Linear(4, 5)
+        self.second = nn.Linear(4, 5)
 
     def forward(self, inputs):
         return self.first(inputs) + (self.second(inputs) if (inputs > 0).all() else 0)
@@ -122,10 +116,10 @@ class Branches(nn.Module):
 def check_unused(rank, ranks):
     """A hook is not called for a parameter without a gradient. Autograd called it with None on a rank that had not used it."""
     torch.set_default_dtype(torch.float64)
-    net, calls = Branches(), []
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None)
+    net = Branches()
+    calls = []
     net.second.weight.register_hook(lambda gradient: calls.append(gradient.shape))
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1))
+    step = parallel_step(net, devices=CPUS if ranks == 1 else None)
     inputs = -torch.ones(2, 4)
     step(inputs, class_targets(2))
     assert calls == []
@@ -139,13 +133,14 @@ def test_hooks_are_called_for_gradients_only(ranks):
 
 
 def test_hooks_are_back_after_each_part_of_an_update():
-    net, calls = build_net(), []
+    net = build_net()
+    calls = []
     handle = net[0].weight.register_hook(lambda gradient: calls.append(1))
     step = make_step(net)
-    inputs, targets = torch.randn(7, 4), class_targets(7)
+    inputs, targets = class_batch(7)
     step.add(inputs, targets)
     assert calls == []
-    F.cross_entropy(net(inputs), targets).backward()  # between two parts, by hand
+    F.cross_entropy(net(inputs), targets).backward()
     assert calls == [1]
     with pytest.raises(RuntimeError):
         step.add(inputs[:, :2], targets)
@@ -160,13 +155,12 @@ def test_hooks_are_back_after_each_part_of_an_update():
 def test_hooks_with_gradients_in_pieces_are_refused():
     net = build_net()
     net[0].weight.register_hook(clamp)
-    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.SGD, lr=0.1))
+    step = make_step(net, devices=3, is_balanced=True)
     with pytest.raises(
         TypeError,
         match="a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected",
     ):
-        step(torch.randn(7, 4), class_targets(7))
+        step(*class_batch(7))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +169,7 @@ def test_hooks_with_gradients_in_pieces_are_refused():
 def test_hooks_of_modules_are_warned_of_once_where_a_batch_is_cut(register):
     net = build_net()
     getattr(net[2], register)(lambda *of: None)
-    inputs, targets = torch.randn(7, 4), class_targets(7)
+    inputs, targets = class_batch(7)
 
     message = r"module\.2 has a hook of its backward, which gets gradients of one micro-batch"
     for settings in (

@@ -5,19 +5,17 @@ import warnings
 
 import pytest
 import torch
+from helpers.fsdp import whole
+from helpers.optimizers import balanced_or_plain
 from helpers.problems import CLASSES
 from helpers.ranks import run_ranks
+from helpers.steps import parallel_step
+from helpers.updates import SIMULATED, values_of
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.testing import assert_close
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    parallelize,
-    simulate,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -25,11 +23,10 @@ pytestmark = pytest.mark.usefixtures("double")
 def build(devices, kind=torch.optim.SGD):
     torch.manual_seed(1)
     net = nn.Linear(4, CLASSES).to(devices[0])
-    model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss())
+    model = DataParallelModel(net, devices)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     is_balanced = torch.device(devices[0]).type == "sim"
-    optimizer = (
-        BalancedOptimizer(model, kind, lr=0.1) if is_balanced else kind(net.parameters(), lr=0.1)
-    )
+    optimizer = balanced_or_plain(model, kind, is_balanced)
     return net, optimizer, TrainStep(model, criterion, optimizer)
 
 
@@ -74,14 +71,10 @@ def train(devices, kind, after):
     for x, y in batches:
         step(x, y)
         after(net, optimizer)
-    return [parameter.detach().cpu() for parameter in net.parameters()]
+    return values_of(net)
 
 
-LAYOUTS = {
-    "one device": ["cpu"],
-    "three replicas": ["cpu"] * 3,
-    "balanced": ["sim:0", "sim:1", "sim:2"],
-}
+LAYOUTS = {"one device": ["cpu"], "three replicas": ["cpu"] * 3, "balanced": SIMULATED}
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -124,7 +117,7 @@ def use_the_optimizer_by_hand(devices, set_to_none):
     for parameter, before, gradient in zip(
         net.parameters(), plain.parameters(), gradients, strict=True
     ):
-        torch.testing.assert_close(parameter.cpu(), before - 0.1 * gradient)
+        assert_close(parameter.cpu(), before - 0.1 * gradient)
 
 
 CHANGES = {
@@ -161,7 +154,7 @@ def test_gradients_that_are_changed_in_a_window_are_an_error(adds, devices, chan
     assert all(map(torch.equal, net.parameters(), before.parameters()))
     x, y = batch()
     loss = nn.functional.cross_entropy(net(x), y)
-    torch.testing.assert_close(step(x, y), loss.detach())  # the window is closed
+    assert_close(step(x, y), loss)  # the window is closed
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -177,7 +170,7 @@ def test_two_open_windows_of_one_model_are_an_error_of_both(devices):
 
 def test_owners_that_took_gradients_in_a_window_do_not_hide_that_they_were_cleared():
     with simulate(3):
-        _net, optimizer, step = build(["sim:0", "sim:1", "sim:2"])
+        _net, optimizer, step = build(SIMULATED)
         step.add(*batch())
         assert optimizer.param_groups[0]["lr"] == 0.1  # the owners take the gradients
         step.add(*batch())
@@ -214,27 +207,21 @@ def train_on_rank(rank, strategy):
     for kept in ("nothing", "step", "zero_grad"):
         torch.manual_seed(1)
         net = nn.Linear(4, CLASSES).double()
-        model, criterion = parallelize(
-            net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = TrainStep(model, criterion, optimizer)
+        step = parallel_step(net, devices=["cpu"], strategy=strategy)
         try:
             for number in range(4):
-                x, y = torch.randn(3 + rank, 4).double(), torch.randint(CLASSES, (3 + rank,))
+                x = torch.randn(3 + rank, 4).double()
+                y = torch.randint(CLASSES, (3 + rank,))
                 if number == 0:  # the first updates of FSDP find out if whole gradients fit
                     step(x, y), step(x, y), step.add(x, y), step.add(x, y), step.apply()
                 step.add(x, y)
                 if kept == "zero_grad":
-                    optimizer.zero_grad()
+                    step.optimizer.zero_grad()
                 step.add(x + 1, y)
                 step.apply()
                 if kept == "step":
-                    optimizer.step()
-            values = [
-                getattr(each, "full_tensor", lambda each=each: each)().detach()
-                for each in model.parameters()
-            ]
+                    step.optimizer.step()
+            values = [whole(each).detach() for each in step.model.parameters()]
             expected = expected or values
             assert all(map(torch.equal, values, expected))
         except RuntimeError as error:

@@ -4,19 +4,16 @@ import copy
 
 import pytest
 import torch
+from helpers.fsdp import whole
+from helpers.optimizers import balanced_or_plain, sgd
 from helpers.problems import build_net, class_targets
 from helpers.ranks import on_ranks
 from torch import nn
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    parallelize,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 
-LIMIT, SCALES = 0.9, [1.0, 30.0, 1.0, float("inf"), 1.0]  # of the inputs of each update
+LIMIT = 0.9
+SCALES = [1.0, 30.0, 1.0, float("inf"), 1.0]  # The inputs of each update have one.
 
 
 def batches():
@@ -44,12 +41,7 @@ def plain(max_grad_norm):
 def check(model, criterion, cut, max_grad_norm, *, is_balanced=False):
     expected, norms, epochs = plain(max_grad_norm)
     assert epochs == 3
-    make = (
-        BalancedOptimizer
-        if is_balanced
-        else lambda model, kind, **settings: kind(model.parameters(), **settings)
-    )
-    optimizer = make(model, torch.optim.Adam, lr=0.1)
+    optimizer = balanced_or_plain(model, torch.optim.Adam, is_balanced)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     settings = {"max_grad_norm": max_grad_norm, "skip_above": LIMIT, "micro_batch_size": 2}
     step = TrainStep(model, criterion, optimizer, scheduler=scheduler, **settings)
@@ -62,20 +54,16 @@ def check(model, criterion, cut, max_grad_norm, *, is_balanced=False):
         )
         assert is_same == (not norm <= LIMIT)
     assert scheduler.last_epoch == epochs
-    for found, value in zip(model.module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(
-            getattr(found, "full_tensor", lambda found=found: found)(), value
-        )
+    found = [whole(parameter) for parameter in model.module.parameters()]
+    torch.testing.assert_close(found, list(expected.parameters()))
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("is_balanced", [False, True], ids=["plain", "balanced"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_large_gradients_make_no_update(max_grad_norm, is_balanced):
-    model, criterion = (
-        DataParallelModel(build_net(), ["cpu"] * 3),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-    )
+    model = DataParallelModel(build_net(), ["cpu"] * 3)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     check(model, criterion, slice(None), max_grad_norm, is_balanced=is_balanced)
 
 
@@ -88,11 +76,9 @@ def test_ranks_agree(rank, strategy):
 
 
 def test_the_scale_of_float16_goes_on():
-    model, criterion = (
-        DataParallelModel(build_net(), ["cpu"] * 2),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = DataParallelModel(build_net(), ["cpu"] * 2)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    optimizer = sgd(model)
     step = TrainStep(model, criterion, optimizer, precision="fp16", skip_above=1e-9)
     before = copy.deepcopy(model.state_dict())
     for inputs, targets in batches()[:1] * 3:
@@ -104,12 +90,8 @@ def test_the_scale_of_float16_goes_on():
 
 
 def test_a_limit_that_is_not_positive_raises_an_error():
-    model, criterion = (
-        DataParallelModel(build_net(), ["cpu"]),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-    )
+    model = DataParallelModel(build_net(), ["cpu"])
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     for limit in (0, -1.0, True, "5"):
         with pytest.raises(ValueError, match=f"skip_above={limit!r}, expected a positive number"):
-            TrainStep(
-                model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), skip_above=limit
-            )
+            TrainStep(model, criterion, sgd(model), skip_above=limit)
