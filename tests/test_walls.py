@@ -132,6 +132,15 @@ def test_what_traces_any_program_does_not_know_the_layouts(name):
     } == set()
 
 
+def test_the_step_asks_its_arithmetic_in_place_of_its_setting():
+    source = (PACKAGE / "training" / "step.py").read_text()
+    imported = imported_modules(source, ("training",))
+    assert {name for name in imported if name.startswith("training.exact.")} == {
+        "training.exact.choose_arithmetic"
+    }
+    assert source.count('== "bits"') == 1  # the check of the argument
+
+
 def test_forbidden_imports_are_found():
     for line, folders, forbidden in (
         (

@@ -9,6 +9,7 @@ decides on it alike. The digest also tells that a program has written to paramet
 """
 
 import functools
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -45,8 +46,8 @@ class Settings:
     @property
     def has_loaded(self) -> bool:
         """True if an optimizer has another state than after the last update."""
-        pairs = zip(self.state.optimizers, self.before.states, strict=False)
-        return any(optimizer.state is not state for optimizer, state in pairs)
+        states = [optimizer.state for optimizer in self.state.optimizers]
+        return any(map(operator.is_not, states, self.before.states))
 
     def compare(self, expected: str = "the same settings on all of them") -> None:
         """Compares all settings, and raises ``ValueError`` on every rank if they differ.
