@@ -50,7 +50,8 @@ def fit(
     One update is traced as by :func:`estimate`: with the model, the criterion, the optimizers with
     their settings and state, the precision, the devices and the split of the step. A batch that
     fits at once runs in one micro-batch. Nothing else of the step changes, and nothing is allocated
-    on its devices. Under torchrun every rank calls it, and all get the smallest result.
+    on its devices. What ``surround=`` of the step saves is not counted. Under torchrun every rank
+    calls it, and all get the smallest result.
 
     Args:
         step: with a :class:`DataParallelModel`, or the model of :func:`parallelize`.

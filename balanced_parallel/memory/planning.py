@@ -11,8 +11,8 @@ fast::
 Each trace is logged before it starts (``logging``, level ``INFO``), since a search may take long.
 """
 
-import contextlib
 import dataclasses
+import functools
 import html
 import json
 import textwrap
@@ -34,11 +34,10 @@ from ..loss.rules import is_known
 from ..optim.balanced import BalancedOptimizer
 from ..runtime.devices import DeviceLike
 from ..runtime.values import check_number, format_bytes, parse_each
-from ..savings.saving import Saving, around_update, change_module, change_optimizers, find_savings
+from ..savings.saving import around_update, change_module, change_optimizers, find_savings
 from ..strategies.launch import TorchrunEnvironment
 from ..strategies.parallelize import check_strategy, parallelize
 from ..training.step import TrainStep
-from ..training.update import Update
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import MakeOptimizer, make_report, make_request, parts_at_peak
 from .problem import Problem
@@ -209,9 +208,14 @@ class MemoryPlan:
             else kind(learned, **defaults)
         )
         change_optimizers([trained], savings)
-        settings = _step_settings(chosen)
-        step = SurroundedStep(
-            savings, model, criterion, trained, max_grad_norm=max_grad_norm, **settings
+        surrounding = [saving for saving in savings if saving.surround]
+        step = TrainStep(
+            model,
+            criterion,
+            trained,
+            max_grad_norm=max_grad_norm,
+            surround=functools.partial(around_update, surrounding) if surrounding else None,
+            **_step_settings(chosen),
         )
         return model, criterion, trained, step
 
@@ -532,17 +536,3 @@ def _text(settings: Mapping[str, object]) -> str:
         for name, value in settings.items()
     }
     return "".join(f", {name}={text}" for name, text in texts.items() if text != '"fp32"')
-
-
-class SurroundedStep(TrainStep):
-    """A :class:`TrainStep` inside of the savings that surround an update."""
-
-    def __init__(self, savings: Sequence[Saving], *arguments: Any, **settings: Any) -> None:
-        self.savings = savings
-        super().__init__(*arguments, **settings)
-
-    @contextlib.contextmanager
-    def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, contextlib.ExitStack]]:
-        """Surrounds a part of an update."""
-        with around_update(self.savings), super()._updating(is_last=is_last) as part:
-            yield part

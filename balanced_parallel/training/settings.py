@@ -154,11 +154,11 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
         return {"criterion": None}
     function, _, keywords = unwrap(criterion.module)
     facts = {
-        "criterion": _name(function),
+        "criterion": name_of(function),
         "reduction": criterion.reduction,
         "weight=": criterion.weight
         if isinstance(criterion.weight, str)
-        else _name(criterion.weight),
+        else name_of(criterion.weight),
         "minimum": str(criterion.minimum),
         "whole": criterion.whole,
         "sums_rows": criterion.copies.collectives.sums_rows,
@@ -193,11 +193,14 @@ def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
 
 
 def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    inner = f" of {_name(optimizer.recipe[0])}" if isinstance(optimizer, BalancedOptimizer) else ""
+    inner = (
+        f" of {name_of(optimizer.recipe[0])}" if isinstance(optimizer, BalancedOptimizer) else ""
+    )
     return type(optimizer).__name__ + inner
 
 
-def _name(function: object) -> str | None:
+def name_of(function: object) -> str | None:
+    """Returns the name of a function or of the class of another object; None for None."""
     function = function.func if isinstance(function, functools.partial) else function
     return (
         None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

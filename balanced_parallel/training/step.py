@@ -14,7 +14,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -50,17 +50,28 @@ from .optimizers import (
 from .passes import TwoPasses
 from .recovery import Recovery, retrying_allocations
 from .reproducible import NumberedRows, RandomByRow
-from .settings import LastUpdate, Settings
+from .settings import LastUpdate, Settings, name_of
 from .snapshot import Snapshot
 from .state import TrainedState
 from .sync import UpdateSync, gradient_sync
 from .update import Attempt, BatchRun, Forwards, Limit, Update, Work
+
+Surround = Callable[[], AbstractContextManager[object]]
 
 
 def _check_norm(name: str, norm: Any) -> None:
     is_positive = isinstance(norm, (int, float)) and norm > 0
     if norm is True or not (norm is None or is_positive):
         raise ValueError(f"{name}={norm!r}, expected a positive number, or None for no limit")
+
+
+def _check_surround(name: str, surround: Any) -> None:
+    is_block = isinstance(surround, AbstractContextManager)  # It would run once.
+    if is_block or not (surround is None or callable(surround)):
+        raise TypeError(
+            f"{name} is a {type(surround).__name__}, expected a function that returns a block for each part of an update, "
+            "such as savings.offload_activations without a call"
+        )
 
 
 class TrainStep:
@@ -104,6 +115,8 @@ class TrainStep:
             update is drawn from the CPU's generator, of the first rank. ``"bits"`` also computes
             rows in groups of ``micro_batch_size``, and sums their gradients exactly: losses and
             parameters have the same bits on any number of devices and of ranks of DDP.
+        surround: returns a block, in which each ``step(...)``, ``add`` and ``apply`` runs:
+            ``surround=savings.offload_activations``.
 
     Raises:
         TypeError: a model, a criterion, an optimizer or a scheduler of another kind.
@@ -125,6 +138,7 @@ class TrainStep:
     reproducible: bool | Literal["bits"] = setting()
     max_grad_norm: float | None = setting(_check_norm)
     skip_above: float | None = setting(_check_norm)
+    surround: Surround | None = setting(_check_surround)
 
     @naming_arguments
     def __init__(
@@ -140,6 +154,7 @@ class TrainStep:
         scheduler: Schedulers | None = None,
         cut: Cut | None = None,
         reproducible: bool | Literal["bits"] = False,
+        surround: Surround | None = None,
     ) -> None:
         _check_arguments(criterion, micro_batch_size, cut, reproducible)
         self._strategy = gradient_sync(model, criterion)
@@ -154,6 +169,7 @@ class TrainStep:
         self.skip_above = skip_above
         self.precision = Precision(precision)
         self.cut = cut
+        self.surround = surround
         self.precision.scaler_on(self.model.devices[0])  # makes the scaler of fp16
         self.grad_norm: Tensor | None = None
         self._trained = _trained_tensors(model, criterion)
@@ -213,6 +229,7 @@ class TrainStep:
             "skip_above": self.skip_above,
             "cut": self.cut and type(self.cut).__name__,
             "reproducible": self.reproducible,
+            "surround": name_of(self.surround),
         }
         lines = [f"  {name}: {value}" for name, value in settings.items() if value]
         return "\n".join(["TrainStep", *lines])
@@ -322,8 +339,10 @@ class TrainStep:
         )
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
+        surround = self.surround or nullcontext
         around = self._arithmetic.surround()
-        with hooks, window(self.model, self.criterion, in_step=True), numbers, around:
+        in_step = window(self.model, self.criterion, in_step=True)
+        with surround(), hooks, in_step, numbers, around:
             update = self._update or self._begin()
             self._update = None
             try:
@@ -336,8 +355,8 @@ class TrainStep:
                     failure = f"failed with {type(error).__name__}: {error}"
                     self._last = self._last._replace(failure=failure)
                 raise
-        if not is_last:
-            self._update = update
+            if not is_last:
+                self._update = update
 
     def _compare(self, *, is_last: bool) -> None:
         """Compares the settings of the ranks, before the first update."""
