@@ -182,7 +182,7 @@ class MemoryPlan:
             ValueError: nothing fits, or the number of devices is not that of the plan.
         """
         chosen = self.chosen
-        if chosen.layout == "replicas":
+        if not chosen.is_distributed:
             if device_ids is None and torch.accelerator.is_available():
                 device_ids = list(range(self.devices))
             if device_ids is not None and len(device_ids) != self.devices:
@@ -298,7 +298,7 @@ class MemoryPlan:
 def _parallel_settings(plan: MemoryPlan) -> dict[str, Any]:
     """Returns the settings of :func:`parallelize` besides its devices."""
     chosen = plan.chosen
-    if chosen.layout == "replicas":
+    if not chosen.is_distributed:
         return {"split": chosen.split, "dim": plan.dim}
     return {"dim": plan.dim, "strategy": chosen.layout, "precision": chosen.precision}
 
@@ -503,7 +503,7 @@ def write_program(
 
 def _launch(plan: MemoryPlan) -> list[str]:
     """Returns the line that says how ranks are started, if the plan has some."""
-    if plan.chosen.layout == "replicas":
+    if not plan.chosen.is_distributed:
         return []
     hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
     command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"

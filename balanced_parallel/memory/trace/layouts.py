@@ -298,6 +298,17 @@ class SingleDevice(Layout):
         self.buckets = []
         self.optimizers = [] if request.mode == "evaluate" else self.make_optimizers()
 
+    @classmethod
+    def traffic(
+        cls, request: Request, parameters: int, devices: int, micro_batches: int, reductions: int
+    ) -> int:
+        """Returns the bytes of a reduce-scatter and an all-gather, or those that the first device
+        sends to the others and receives from them.
+        """
+        moved = 2 * (devices - 1) * parameters
+        is_ring = request.balanced or cls.is_distributed
+        return 2 * moved // devices if is_ring else moved
+
     def make_optimizers(self) -> list[Optimizer]:
         """Makes the optimizers of the request."""
         return self.request.optimizer.make_all(
@@ -562,6 +573,17 @@ class FSDP(SingleDevice):
             module, mesh, Precision(request.precision), lambda unit: None
         )
         super().__init__(request, module, criterion)
+
+    @classmethod
+    def traffic(
+        cls, request: Request, parameters: int, devices: int, micro_batches: int, reductions: int
+    ) -> int:
+        """Returns the bytes of the parameters that are gathered, and of the gradients."""
+        gathered = parameters // 2 if request.precision == "bf16" else parameters
+        moved = 4 * gathered * micro_batches + 2 * parameters * reductions
+        # values and gradients to all ranks, values from owners
+        moved += 6 * parameters * request.balanced
+        return moved * (devices - 1) // devices
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
