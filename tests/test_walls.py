@@ -421,6 +421,7 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "memory.trace.doubles": "savings; the tracer runs updates",
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",
+    "strategies.launch": "the only reader of the environment",
     "strategies.replicas": "one file per strategy",
     "training.exact": "a public argument",
     "training.reproducible": "a public argument",

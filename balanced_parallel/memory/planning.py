@@ -30,20 +30,18 @@ from ..batch.rows import ParallelModel
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import MeansInside
-from ..loss.rules import is_known
 from ..optim.balanced import BalancedOptimizer
 from ..runtime.devices import DeviceLike
 from ..runtime.values import check_number, format_bytes, parse_each
 from ..savings.saving import around_update, change_module, change_optimizers, find_savings
-from ..strategies.launch import TorchrunEnvironment
-from ..strategies.parallelize import check_strategy, parallelize
+from ..strategies.parallelize import detect_ranks, parallelize
 from ..training.step import TrainStep
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import MakeOptimizer, make_report, make_request, parts_at_peak
 from .problem import Problem
 from .report import Capacity, MemoryReport, json_of, sizes_as_text, write_page
 from .savings import PLANNED, savings_of
-from .trace.layouts import OptimizerChoice
+from .trace.layouts import OptimizerChoice, wrap
 from .trace.tracer import keeping_processes
 
 _NOTES = {
@@ -190,7 +188,7 @@ class MemoryPlan:
                     f"device_ids has {len(device_ids)} devices, expected the {self.devices} that were planned for"
                 )
         else:
-            check_strategy(chosen.layout, environment := TorchrunEnvironment.detect())
+            environment = detect_ranks(chosen.layout)
             if environment is not None and environment.world_size != self.devices:
                 raise ValueError(
                     f"{environment.world_size} ranks are running, expected the {self.devices} that were planned for"
@@ -422,9 +420,7 @@ def plan(
 
 def _has_unknown_divisor(criterion: Criterion) -> bool:
     """Returns True if only a run tells what the loss is divided by."""
-    if isinstance(criterion, DataParallelCriterion):
-        return isinstance(criterion.kind, MeansInside)
-    return not is_known(criterion)
+    return isinstance(wrap(criterion).kind, MeansInside)
 
 
 def _remarks(option: Option) -> tuple[str, ...]:

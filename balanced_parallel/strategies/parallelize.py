@@ -164,8 +164,7 @@ def parallelize(
     check_module(module)
     check_dim(dim)
     check_refresh(refresh)
-    environment = TorchrunEnvironment.detect()
-    check_strategy(strategy, environment)
+    environment = detect_ranks(strategy)
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else None
     if wrapped is not None and weight is not None:
         raise ValueError(
@@ -245,8 +244,12 @@ def group_of(mesh: DeviceMesh | None, strategy: str) -> collectives.Group:
     return group
 
 
-def check_strategy(strategy: str, environment: TorchrunEnvironment | None) -> None:
-    """Raises ``ValueError`` for a strategy that is unknown or not possible here."""
+def detect_ranks(strategy: str) -> TorchrunEnvironment | None:
+    """Returns the environment of torchrun, or None in one process.
+
+    Raises ``ValueError`` for a strategy that is unknown or not possible here.
+    """
+    environment = TorchrunEnvironment.detect()
     names = "auto", "replicas", *OVER_RANKS
     if strategy not in names:
         raise ValueError(f"strategy={strategy!r}, expected one of {', '.join(map(repr, names))}")
@@ -260,6 +263,7 @@ def check_strategy(strategy: str, environment: TorchrunEnvironment | None) -> No
         raise ValueError(
             f"strategy='replicas' with {ranks} ranks, expected 'auto', {' or '.join(map(repr, OVER_RANKS))}, or no torchrun"
         )
+    return environment
 
 
 def choose_strategy(

@@ -29,9 +29,10 @@ from ...batch.containers import leaves, map_leaves
 from ...batch.outputs import PerReplica
 from ...batch.plan import split_sizes
 from ...batch.rows import Along, Arguments, count_rows, move_leaves
-from ...loss.copies import Criterion, ShardLoss
+from ...loss.copies import Criterion
 from ...loss.coupled import CoupledLoss, WholeLoss
 from ...loss.criterion import DataParallelCriterion
+from ...loss.entries import plain_loss
 from ...loss.kinds import MeansInside
 from ...loss.sums import add_up
 from ...optim.balanced import (
@@ -42,7 +43,6 @@ from ...optim.balanced import (
     refuse_closures,
 )
 from ...replicas import buckets
-from ...replicas.buckets import make_buckets
 from ...replicas.model import DataParallelModel
 from ...replicas.owners import BucketOwners
 from ...replicas.replicas import Replicas, window
@@ -212,11 +212,7 @@ class TracedCriterion(DataParallelCriterion):
     """
 
     def __init__(self, criterion: Criterion, replicas: Replicas, request: "Request") -> None:
-        like = (
-            criterion
-            if isinstance(criterion, DataParallelCriterion)
-            else DataParallelCriterion(criterion)
-        )
+        like = wrap(criterion)
         settings = {**like.arguments, "device_ids": None, "output_device": None, "dim": request.dim}
         if isinstance(like.kind, MeansInside):
             settings["weight"] = "rows"
@@ -225,6 +221,13 @@ class TracedCriterion(DataParallelCriterion):
         super().__init__(like.module, **settings)
         self.replicas = replicas
         self.copies = dataclasses.replace(self.copies, replicas=replicas, halves=None)
+
+
+def wrap(criterion: Criterion) -> DataParallelCriterion:
+    """Returns a criterion that tells the kind of its loss."""
+    if isinstance(criterion, DataParallelCriterion):
+        return criterion
+    return DataParallelCriterion(criterion)
 
 
 def fill(loss: CoupledLoss, rows: int) -> None:
@@ -319,10 +322,7 @@ class SingleDevice(Layout):
         """Runs the forward of one micro-batch."""
         with Precision(self.request.precision).autocast([HOME]):
             (output,) = self.outputs(arguments)
-            result: Tensor = ShardLoss(
-                self.criterion, 1, output, move_leaves(targets, None), {}
-            ).call()
-            return result
+            return plain_loss(self.criterion, output, move_leaves(targets, None))
 
     def evaluate(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
@@ -450,7 +450,7 @@ class ReplicaLayout(SingleDevice):
         if request.devices > 1:
             owners = fake_devices(request.devices if request.balanced else 1)
             with buckets_of(request):
-                all_buckets = make_buckets(trained(request.module.parameters()))
+                all_buckets = buckets.make_buckets(trained(request.module.parameters()))
             for bucket in all_buckets:
                 parts: list[dict[torch.device, Tensor]] = [
                     dict.fromkeys(owners, parameter) for parameter in bucket.parameters
