@@ -111,6 +111,45 @@ def unmarked_drawings(source):
     return drawings
 
 
+WIDTH = 100  # Formatters fill the lines of docstrings up to this column.
+
+
+def refilled_lines(source):
+    """Returns the lines of literal blocks that begin in the middle of a sentence of the line before.
+
+    A formatter has filled that line: it has no room for the first word of the next one, and no column of both is the same.
+    """
+    found = []
+    for node, _ in definitions(source):
+        docstring = ast.get_docstring(node, clean=False) or ""
+        for paragraph in docstring.replace("::\n\n", "::\0").split("\n\n"):
+            block = paragraph.rpartition("::\0")[2] if "::\0" in paragraph else ""
+            found += [
+                after.strip()
+                for before, after in itertools.pairwise(block.splitlines())
+                if _goes_on(before, after)
+            ]
+    return found
+
+
+def _goes_on(before, after):
+    """Returns True if ``after`` begins with a word for which ``before`` had no room."""
+    words = after.split()
+    is_filled = len(before) <= WIDTH < len(before) + 1 + len(words[0]) if words else False
+    return (
+        is_filled and _indent(before) == _indent(after) and not _columns(before) & _columns(after)
+    )
+
+
+def _indent(line):
+    return len(line) - len(line.lstrip())
+
+
+def _columns(line):
+    """Returns the places where a column begins: after several spaces or a bar."""
+    return {match.end() for match in re.finditer(r"\S(?: {2,}| \| ?)", line)}
+
+
 def checked_files():
     for folder in FOLDERS:
         paths = sorted((ROOT / folder).rglob("*.py"))
@@ -128,6 +167,33 @@ def test_public_definitions_have_a_docstring_that_opens_with_a_verb_or_a_noun(pa
 def test_drawings_of_modules_are_literal_blocks(path):
     """A formatter filled the lines of five drawings."""
     assert unmarked_drawings(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", list(checked_files()))
+def test_drawings_are_not_filled_as_prose(path):
+    """A formatter filled the lines of four drawings, and indented them."""
+    assert refilled_lines(path.read_text(encoding="utf-8")) == []
+
+
+DRAWING = """
+    Sum          the parts add up
+    KnownMean    a loss of torch: called with reduction="sum", and divided once by its weight
+    WeighedMean  mean x weight of each shard, divided once by the sum of the weights
+    MeansInside  the criterion is a function of sums over the rows
+"""
+REFILLED = """
+    Sum          the parts add up KnownMean    a loss of torch: called with reduction="sum", and
+    divided once by its weight WeighedMean  mean x weight of each shard, divided once by the sum of
+    the weights MeansInside  the criterion is a function of sums over the rows
+"""
+
+
+def test_refilled_drawings_are_found():
+    opening = '"""The kind of a loss. It is chosen once::\n'
+    assert refilled_lines(f'{opening}{DRAWING}"""') == []
+    lines = refilled_lines(f'{opening}{REFILLED}"""')
+    assert [line.split()[0] for line in lines] == ["divided", "the"]
+    assert refilled_lines(f'{opening}{DRAWING}\nProse.\n{REFILLED}"""') == []  # no literal block
 
 
 def test_unmarked_drawings_are_found():

@@ -1,7 +1,10 @@
 """Files, classes and functions that the pages about the code name in backticks exist."""
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -91,3 +94,68 @@ def test_missing_names_are_found():
 
 def test_code_in_backticks_is_found():
     assert names("`a.b` and `c`\n```python\n`d`\n```\n`tests/<folder>`") == ["a.b", "c"]
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def additions(text):
+    """Yields each row of the first day: its example, its file, and the files of the tables that name it, with these."""
+    for row in re.findall(r"^\| a [^|]*\| `(\w+)` \| `([\w/.]+)` \| (.*) \|$", text, re.MULTILINE):
+        example, path, tables = row
+        yield example, path, re.findall(r"`(\w+)` in `([\w/.]+)`", tables)
+
+
+def words(source):
+    """Returns the words of a source, without those of comments and docstrings."""
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    code = [
+        each.string
+        for each in tokens
+        if each.type != tokenize.COMMENT and each.start[0] not in docstrings
+    ]
+    return set(re.findall(r"\w+", "\n".join(code)))
+
+
+def definitions_of(path):
+    """Returns the names that a file defines at its top."""
+    names = set()
+    for node in ast.parse((PACKAGE / path).read_text(encoding="utf-8")).body:
+        names |= {getattr(node, "name", "")}
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {each.id for each in targets if isinstance(each, ast.Name)}
+    return names
+
+
+def test_the_first_day_names_the_files_that_an_addition_touches():
+    found = [*additions(CONTRIBUTING)]
+    assert [example for example, *_ in found] == ["offload_optimizer", "OfAllRows", "ShardedModel"]
+    for example, path, tables in found:
+        assert example in definitions_of(path)
+        assert all(name in definitions_of(file) for name, file in tables)
+        naming = {
+            file.relative_to(PACKAGE).as_posix()
+            for file in PACKAGE.rglob("*.py")
+            if example in words(file.read_text(encoding="utf-8"))
+        }
+        assert naming <= {path, *[file for _, file in tables]}, example
+
+
+def test_the_first_day_says_how_long_files_and_paths_are():
+    for file, pattern in {
+        "test_walls.py": r"splitlines\(\)\) > (\d+)",
+        "test_path.py": r"\(1, 4, \((\d+), (\d+), (\d+)\)\)",
+    }.items():
+        numbers = re.search(pattern, (ROOT / "tests" / file).read_text(encoding="utf-8")).groups()
+        assert all(re.search(rf"\b{number}\b", CONTRIBUTING) for number in numbers), numbers
+
+
+def test_words_of_code_are_found():
+    source = '"""Doc."""\nfrom a import b  # comment\nx = f"call {b} or c"\n'
+    assert words(source) == {"from", "a", "import", "b", "x", "f", "call", "or", "c"}

@@ -132,6 +132,15 @@ def test_what_traces_any_program_does_not_know_the_layouts(name):
     } == set()
 
 
+def test_the_step_asks_its_arithmetic_in_place_of_its_setting():
+    source = (PACKAGE / "training" / "step.py").read_text()
+    imported = imported_modules(source, ("training",))
+    assert {name for name in imported if name.startswith("training.exact.")} == {
+        "training.exact.choose_arithmetic"
+    }
+    assert source.count('== "bits"') == 1  # the check of the argument
+
+
 def test_forbidden_imports_are_found():
     for line, folders, forbidden in (
         (
@@ -410,6 +419,7 @@ SINGLE_IMPORTER = {
     "memory.trace.doubles": "savings; the tracer runs updates",
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",
+    "strategies.launch": "the only reader of the environment",
     "strategies.replicas": "one file per strategy",
     "training.exact": "a public argument",
     "training.reproducible": "a public argument",

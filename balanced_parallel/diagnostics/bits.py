@@ -4,14 +4,13 @@ The runs are compared by digests of the outputs of modules, and of the gradients
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..batch.containers import tensors_in
-from ..runtime.devices import Devices
 from .reasons import errors_of_state
 from .recording import ModuleCalls, Program
 from .report import VerificationReport
@@ -68,7 +67,7 @@ def _find_difference(first: Program, second: Program) -> str | None:
     return None
 
 
-def compare_bits(runs: tuple[Run, Run], devices: Devices) -> VerificationReport:
+def compare_bits(runs: tuple[Run, Run], devices: Sequence[torch.device]) -> VerificationReport:
     """Compares the bits of two programs after two steps, or after one if that differs."""
     (first, _), (second, _) = runs
     number = 0

@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ..batch.containers import is_plain, tensors_in
 from ..batch.rows import Batch, move_arguments, move_leaves
-from ..loss.copies import call_spread
+from ..loss.entries import plain_loss
 from ..replicas.all_rows import sums_rows
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
 from ..runtime.torch_private import BatchNorm, Node, nodes_behind
@@ -25,7 +25,6 @@ from .recording import (
     errors_of_calls,
     first_difference,
     relative_error,
-    scalar_of,
     weight_in_parts,
 )
 
@@ -222,7 +221,7 @@ def _reasons_of_loss(comparison: Comparison) -> Iterator[str]:
     targets = move_leaves(comparison.targets, comparison.model.devices[0])
     for seed in range(2):
         torch.manual_seed(seed)
-        values.append(scalar_of(call_spread(copy_of(losses.module), output, targets, {})))
+        values.append(plain_loss(copy_of(losses.module), output, targets))
     if relative_error(values[0], values[1]) > comparison.limit:
         yield f"random numbers: the loss draws them, because the same output gives another loss: {_BY_ROW}, or without them"
     elif not losses.kind.couples_rows:

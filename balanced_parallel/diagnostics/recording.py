@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..batch.containers import describe, leaves, tensors_in
+from ..batch.containers import tensors_in
 from ..batch.outputs import PerReplica, layout_of
 from ..batch.plan import consecutive
 from ..batch.rows import Arguments, cut, move_arguments, move_leaves, spread
-from ..loss.copies import Criterion, call_spread, loss_of
+from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
-from ..loss.entries import add_leaves
+from ..loss.entries import plain_loss
 from ..loss.kinds import call_weight
 from ..loss.sums import flat_weights
 from ..replicas.model import DataParallelModel
@@ -108,7 +108,7 @@ class Program:
         criterion = (
             self.criterion.to(device) if isinstance(self.criterion, nn.Module) else self.criterion
         )
-        loss = scalar_of(call_spread(criterion, self.output, move_leaves(targets, device), {}))
+        loss = plain_loss(criterion, self.output, move_leaves(targets, device))
         loss.backward()
         return loss.detach()
 
@@ -251,19 +251,6 @@ def _joined_error(shards: Sequence[Tensor], expected: Tensor, dim: int) -> float
                 torch.cat([shard.to(expected.device) for shard in shards], along), expected
             )
     return None
-
-
-def scalar_of(result: object) -> Tensor:
-    """Returns the loss in the result of a criterion, as a step takes it: a tensor, the entry ``loss``,
-    or the sum of several losses.
-    """
-    result = loss_of(result)
-    if isinstance(result, Tensor):
-        return result
-    terms = [leaf for _, leaf in leaves(result)]
-    if not any(isinstance(term, Tensor) and term.numel() == 1 for term in terms):
-        raise TypeError(f"the criterion returned {describe(result)}, expected a scalar or several")
-    return add_leaves(result)
 
 
 def copy_of(criterion: Copied) -> Copied:

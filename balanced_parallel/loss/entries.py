@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..batch import containers
 from ..runtime.collectives import gather_objects
+from .copies import Criterion, ShardLoss
 from .sums import LossSum, add_numbers, weighted_sum
 
 
@@ -97,6 +98,14 @@ def add_leaves(loss: object) -> Tensor:
         if leaf is not None and place not in places:
             terms.append(weighted_sum(leaf, 1))
     return functools.reduce(torch.add, terms)
+
+
+def plain_loss(criterion: Criterion, output: object, targets: tuple[object, ...]) -> Tensor:
+    """Returns the loss of a plain program, as a step takes it: a tensor, the entry ``loss``, or the
+    sum of several losses.
+    """
+    loss = ShardLoss(criterion, 0, output, targets, {}).call()
+    return loss if isinstance(loss, Tensor) else add_leaves(loss)
 
 
 def add_means(part: object) -> LossSum:

@@ -25,7 +25,7 @@ from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
 from .problem import Request
 from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
-from .trace.layouts import trained
+from .trace.layouts import LAYOUTS, trained
 from .trace.stacks import find_repeated
 from .trace.tracer import try_traces
 
@@ -84,6 +84,11 @@ class Choice:
         to rounding.
         """
         return not self.changes_result and self.statistics is None and self.optimizer is None
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if each device has a rank of torchrun."""
+        return LAYOUTS[self.layout].is_distributed
 
     @property
     def work(self) -> int:
@@ -383,20 +388,10 @@ class Option:
     def traffic(self, count: int, whole: int = 0) -> int:
         """Returns the bytes to and from the busiest device per update."""
         request = self.request
-        parameters = self.parameters
-        devices = len(self.capacity)
-        if request.layout.is_sharded:
-            gathered = parameters // 2 if request.precision == "bf16" else parameters
-            moved = 4 * gathered * count + 2 * parameters * (1 if whole else count)
-            # values and gradients to all ranks, values from owners
-            moved += 6 * parameters * request.balanced
-            return moved * (devices - 1) // devices
-        # gradients and parameters to the host, parameters back; a reduce-scatter and an all-gather,
-        # or the first device's copies and gradients of the others
-        of_host = 3 * parameters * (ON_HOST.saving.name in request.savings)
-        is_ring = request.balanced or self.is_distributed
-        return of_host + (
-            4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters
+        # gradients and parameters to the host, parameters back
+        of_host = 3 * self.parameters * (ON_HOST.saving.name in request.savings)
+        return of_host + request.layout.traffic(
+            request, self.parameters, len(self.capacity), count, 1 if whole else count
         )
 
 

@@ -16,8 +16,6 @@ from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
 from ..batch.rows import as_arguments, spread
 from ..loss.copies import Criterion
-from ..loss.coupled import AdditiveLoss
-from ..loss.criterion import DataParallelCriterion
 from ..replicas.module_tree import check_module
 from ..runtime.torch_private import is_compiled
 from ..runtime.values import Precision, check_number
@@ -27,7 +25,7 @@ from .operators import CONVOLUTIONS, RECURRENT_LAYERS, UnknownMemory
 from .problem import Problem, Request
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
-from .trace.layouts import LAYOUTS, OptimizerChoice
+from .trace.layouts import LAYOUTS, OptimizerChoice, wrap
 from .trace.tracer import run_traces
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -228,10 +226,10 @@ def _unwrapped(criterion: Criterion) -> tuple[Criterion, bool]:
     """Returns a criterion as layouts wrap it, and True if its loss couples rows: then it stays
     wrapped.
     """
-    if not isinstance(criterion, DataParallelCriterion):
-        return criterion, isinstance(criterion, AdditiveLoss)
-    couples_rows = criterion.kind.couples_rows
-    return criterion if couples_rows else criterion.module, couples_rows
+    wrapped = wrap(criterion)
+    if wrapped.kind.couples_rows:
+        return criterion, True
+    return wrapped.module, False
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:

@@ -20,10 +20,9 @@ from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
-from ..runtime.torch_private import storage_id
+from ..runtime.torch_private import is_sharded, storage_id
 from ..runtime.values import check_type, format_bytes, parse_each
 from ..savings.offloading import is_offloaded
-from ..strategies.fsdp import ShardedModel
 from ..training.optimizers import each_optimizer
 from ..training.step import TrainStep
 from .candidates import SCALARS
@@ -50,7 +49,8 @@ def fit(
     One update is traced as by :func:`estimate`: with the model, the criterion, the optimizers with
     their settings and state, the precision, the devices and the split of the step. A batch that
     fits at once runs in one micro-batch. Nothing else of the step changes, and nothing is allocated
-    on its devices. Under torchrun every rank calls it, and all get the smallest result.
+    on its devices. What ``surround=`` of the step saves is not counted. Under torchrun every rank
+    calls it, and all get the smallest result.
 
     Args:
         step: with a :class:`DataParallelModel`, or the model of :func:`parallelize`.
@@ -191,7 +191,7 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
     model: Any = step.model
     criterion = step.criterion
     is_local = isinstance(model, DataParallelModel)
-    if isinstance(model, ShardedModel):
+    if any(map(is_sharded, model.parameters())):
         raise ValueError(
             "the model is sharded, and its parameters are parts on each rank: call memory.estimate(layout='fsdp') with the "
             "module before parallelize, and set step.micro_batch_size"

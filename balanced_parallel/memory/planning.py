@@ -11,8 +11,8 @@ fast::
 Each trace is logged before it starts (``logging``, level ``INFO``), since a search may take long.
 """
 
-import contextlib
 import dataclasses
+import functools
 import html
 import json
 import textwrap
@@ -30,21 +30,18 @@ from ..batch.rows import ParallelModel
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import MeansInside
-from ..loss.rules import is_known
 from ..optim.balanced import BalancedOptimizer
 from ..runtime.devices import DeviceLike
 from ..runtime.values import check_number, format_bytes, parse_each
-from ..savings.saving import Saving, around_update, change_module, change_optimizers, find_savings
-from ..strategies.launch import TorchrunEnvironment
-from ..strategies.parallelize import check_strategy, parallelize
+from ..savings.saving import around_update, change_module, change_optimizers, find_savings
+from ..strategies.parallelize import detect_ranks, parallelize
 from ..training.step import TrainStep
-from ..training.update import Update
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import MakeOptimizer, make_report, make_request, parts_at_peak
 from .problem import Problem
 from .report import Capacity, MemoryReport, json_of, sizes_as_text, write_page
 from .savings import PLANNED, savings_of
-from .trace.layouts import OptimizerChoice
+from .trace.layouts import OptimizerChoice, wrap
 from .trace.tracer import keeping_processes
 
 _NOTES = {
@@ -183,7 +180,7 @@ class MemoryPlan:
             ValueError: nothing fits, or the number of devices is not that of the plan.
         """
         chosen = self.chosen
-        if chosen.layout == "replicas":
+        if not chosen.is_distributed:
             if device_ids is None and torch.accelerator.is_available():
                 device_ids = list(range(self.devices))
             if device_ids is not None and len(device_ids) != self.devices:
@@ -191,7 +188,7 @@ class MemoryPlan:
                     f"device_ids has {len(device_ids)} devices, expected the {self.devices} that were planned for"
                 )
         else:
-            check_strategy(chosen.layout, environment := TorchrunEnvironment.detect())
+            environment = detect_ranks(chosen.layout)
             if environment is not None and environment.world_size != self.devices:
                 raise ValueError(
                     f"{environment.world_size} ranks are running, expected the {self.devices} that were planned for"
@@ -209,9 +206,14 @@ class MemoryPlan:
             else kind(learned, **defaults)
         )
         change_optimizers([trained], savings)
-        settings = _step_settings(chosen)
-        step = SurroundedStep(
-            savings, model, criterion, trained, max_grad_norm=max_grad_norm, **settings
+        surrounding = [saving for saving in savings if saving.surround]
+        step = TrainStep(
+            model,
+            criterion,
+            trained,
+            max_grad_norm=max_grad_norm,
+            surround=functools.partial(around_update, surrounding) if surrounding else None,
+            **_step_settings(chosen),
         )
         return model, criterion, trained, step
 
@@ -294,7 +296,7 @@ class MemoryPlan:
 def _parallel_settings(plan: MemoryPlan) -> dict[str, Any]:
     """Returns the settings of :func:`parallelize` besides its devices."""
     chosen = plan.chosen
-    if chosen.layout == "replicas":
+    if not chosen.is_distributed:
         return {"split": chosen.split, "dim": plan.dim}
     return {"dim": plan.dim, "strategy": chosen.layout, "precision": chosen.precision}
 
@@ -418,9 +420,7 @@ def plan(
 
 def _has_unknown_divisor(criterion: Criterion) -> bool:
     """Returns True if only a run tells what the loss is divided by."""
-    if isinstance(criterion, DataParallelCriterion):
-        return isinstance(criterion.kind, MeansInside)
-    return not is_known(criterion)
+    return isinstance(wrap(criterion).kind, MeansInside)
 
 
 def _remarks(option: Option) -> tuple[str, ...]:
@@ -499,7 +499,7 @@ def write_program(
 
 def _launch(plan: MemoryPlan) -> list[str]:
     """Returns the line that says how ranks are started, if the plan has some."""
-    if plan.chosen.layout == "replicas":
+    if not plan.chosen.is_distributed:
         return []
     hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
     command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
@@ -532,17 +532,3 @@ def _text(settings: Mapping[str, object]) -> str:
         for name, value in settings.items()
     }
     return "".join(f", {name}={text}" for name, text in texts.items() if text != '"fp32"')
-
-
-class SurroundedStep(TrainStep):
-    """A :class:`TrainStep` inside of the savings that surround an update."""
-
-    def __init__(self, savings: Sequence[Saving], *arguments: Any, **settings: Any) -> None:
-        self.savings = savings
-        super().__init__(*arguments, **settings)
-
-    @contextlib.contextmanager
-    def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, contextlib.ExitStack]]:
-        """Surrounds a part of an update."""
-        with around_update(self.savings), super()._updating(is_last=is_last) as part:
-            yield part

@@ -98,6 +98,19 @@ class Layout(Protocol):
         """
         return iter(())
 
+    @classmethod
+    def traffic(
+        cls, request: "Request", parameters: int, devices: int, micro_batches: int, reductions: int
+    ) -> int:
+        """Returns the bytes to and from the busiest device per update.
+
+        Args:
+            parameters: their bytes.
+            devices: the number of devices of all hosts.
+            reductions: how often gradients are reduced.
+        """
+        ...
+
     def inner_optimizers(self) -> list[Optimizer]:
         """Returns the optimizers of torch, those inside of balanced ones."""
         ...

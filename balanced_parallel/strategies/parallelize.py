@@ -5,7 +5,7 @@ The strategy is replicas in one process, ``DistributedDataParallel`` or FSDP2 ov
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Unpack, get_args, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,41 @@ from .launch import TorchrunEnvironment, check_agreement, join_process_group, ra
 from .ranks import RowSettings
 
 Strategy = Literal["auto", "replicas", "ddp", "fsdp"]
-STRATEGIES = get_args(Strategy)
 _log = logging.getLogger(__name__)
+
+
+class RankModule(NamedTuple):
+    """A module to train over the ranks of torchrun, with what a strategy needs to know of it."""
+
+    module: nn.Module
+    criterion: DataParallelCriterion | None
+    device: torch.device  # of this rank
+    environment: TorchrunEnvironment
+    mesh: DeviceMesh | None
+    settings: RowSettings
+
+
+class RankStrategy(NamedTuple):
+    """A strategy over the ranks of torchrun."""
+
+    wrap: Callable[[RankModule], ParallelModel]
+    is_sharded: bool = False  # Each rank has parts of the parameters, frozen ones too.
+
+
+def _replicate(on_rank: RankModule) -> ParallelModel:
+    module, criterion, device, *_ = on_rank
+    plain = None if criterion is None else criterion.to(device).module
+    return DistributedModel(module.to(device), device, plain, **on_rank.settings)
+
+
+def _shard(on_rank: RankModule) -> ParallelModel:
+    module, _, device, environment, mesh, settings = on_rank
+    if mesh is None:
+        mesh = make_mesh(module, device, environment)
+    return ShardedModel(module, mesh, device, **settings)
+
+
+OVER_RANKS = {"ddp": RankStrategy(_replicate), "fsdp": RankStrategy(_shard, is_sharded=True)}
 
 
 class _Options(RowSettings, total=False):
@@ -131,8 +164,7 @@ def parallelize(
     check_module(module)
     check_dim(dim)
     check_refresh(refresh)
-    environment = TorchrunEnvironment.detect()
-    check_strategy(strategy, environment)
+    environment = detect_ranks(strategy)
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else None
     if wrapped is not None and weight is not None:
         raise ValueError(
@@ -166,23 +198,17 @@ def parallelize(
         device = rank_device(environment, device_ids)
         join_process_group(environment, device)
         collectives.share_batches(group_of(mesh, strategy))
-        model = _rank_model(module, wrapped, device, environment, settings, strategy, mesh)
+        on_rank = RankModule(module, wrapped, device, environment, mesh, settings)
+        model = _rank_model(on_rank, strategy)
     return model if wrapped is None else (model, wrapped)
 
 
-def _rank_model(
-    module: nn.Module,
-    criterion: DataParallelCriterion | None,
-    device: torch.device,
-    environment: TorchrunEnvironment,
-    settings: RowSettings,
-    strategy: Strategy,
-    mesh: DeviceMesh | None,
-) -> ParallelModel:
+def _rank_model(on_rank: RankModule, strategy: str) -> ParallelModel:
+    module, criterion, device, environment, mesh, settings = on_rank
     is_frozen = criterion is None and not any(
         parameter.requires_grad for parameter in module.parameters()
     )
-    if world_size() == 1 or (is_frozen and strategy != "fsdp"):
+    if world_size() == 1 or (is_frozen and not _is_sharded(strategy)):
         return DataParallelModel(module, [device], **settings)
     compared = {name: repr(value) for name, value in {**settings, "strategy": strategy}.items()}
     compared["precision"] = Precision(settings["precision"] or "fp32").name
@@ -193,18 +219,19 @@ def _rank_model(
         strategy = "fsdp" if has_copies else choose_strategy(module, device, environment)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
-    if strategy == "fsdp":
-        mesh = make_mesh(module, device, environment) if mesh is None else mesh
-        return ShardedModel(module, mesh, device, **settings)
-    plain = None if criterion is None else criterion.to(device).module
-    return DistributedModel(module.to(device), device, plain, **settings)
+    return OVER_RANKS[strategy].wrap(on_rank)
+
+
+def _is_sharded(strategy: str) -> bool:
+    return strategy in OVER_RANKS and OVER_RANKS[strategy].is_sharded
 
 
 def group_of(mesh: DeviceMesh | None, strategy: str) -> collectives.Group:
     """Returns the process group of a device mesh; None for all ranks. All ranks call this."""
     if mesh is None:
         return None
-    if mesh.ndim > (1 if strategy == "ddp" else 2):
+    may_shard = strategy == "auto" or _is_sharded(strategy)
+    if mesh.ndim > (2 if may_shard else 1):
         raise ValueError(
             f"mesh= has the dimensions {mesh.mesh_dim_names or mesh.ndim}, expected one, of the ranks that share a batch, as in "
             "mesh['data'], or two with strategy='fsdp': copies and shards"
@@ -217,13 +244,16 @@ def group_of(mesh: DeviceMesh | None, strategy: str) -> collectives.Group:
     return group
 
 
-def check_strategy(strategy: str, environment: TorchrunEnvironment | None) -> None:
-    """Raises ``ValueError`` for a strategy that is unknown or not possible here."""
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"strategy={strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}"
-        )
-    if strategy in ("ddp", "fsdp") and environment is None:
+def detect_ranks(strategy: str) -> TorchrunEnvironment | None:
+    """Returns the environment of torchrun, or None in one process.
+
+    Raises ``ValueError`` for a strategy that is unknown or not possible here.
+    """
+    environment = TorchrunEnvironment.detect()
+    names = "auto", "replicas", *OVER_RANKS
+    if strategy not in names:
+        raise ValueError(f"strategy={strategy!r}, expected one of {', '.join(map(repr, names))}")
+    if strategy in OVER_RANKS and environment is None:
         raise ValueError(
             f"strategy={strategy!r} in one process, expected 'auto' or 'replicas': it needs one process per device, which "
             "torchrun --nproc-per-node=gpu starts"
@@ -231,8 +261,9 @@ def check_strategy(strategy: str, environment: TorchrunEnvironment | None) -> No
     if strategy == "replicas" and environment is not None and environment.world_size > 1:
         ranks = environment.world_size
         raise ValueError(
-            f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp', or no torchrun"
+            f"strategy='replicas' with {ranks} ranks, expected 'auto', {' or '.join(map(repr, OVER_RANKS))}, or no torchrun"
         )
+    return environment
 
 
 def choose_strategy(

@@ -24,7 +24,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,8 @@ from ..runtime.devices import Devices
 from ..runtime.torch_private import foreach_multiply_
 from ..runtime.values import scaled
 from .settings import Settings
-from .sync import GroupReport, GroupSync
-from .update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
+from .sync import GradientSync, GroupReport, GroupSync, UpdateSync
+from .update import Accumulation, Arithmetic, BatchRun, Compute, Forwards, Limit, Reduced
 
 _BITS = 52  # of the largest element of a gradient, and at least 44
 _LEAST_BITS = 12  # Each element has as many. A smaller one has another unit.
@@ -382,52 +382,7 @@ def _check_reports(reports: Sequence[GroupReport]) -> None:
         )
 
 
-def check_exact(
-    model: ParallelModel,
-    criterion: DataParallelCriterion,
-    optimizers: Sequence[torch.optim.Optimizer],
-    micro_batch_size: object,
-    cut: Cut | None,
-) -> None:
-    """Raises ``ValueError`` for settings of a step whose bits depend on the layout."""
-    whole = {*model.parameters(), *criterion.parameters()}
-    names = sorted({_name_of(device) for device in model.devices})
-    refused = ""
-    if not isinstance(micro_batch_size, int):
-        refused = (
-            f"micro_batch_size={micro_batch_size!r}, expected a number of rows, the same for any devices: groups of that size "
-            "have the same bits wherever they run"
-        )
-    elif cut is not None:
-        refused = f"cut={type(cut).__name__}(...), expected groups of equal rows: leave it out"
-    elif model.split is not None:
-        refused = f"split={model.split!r}, expected None: each device runs whole groups"
-    elif meets_others(model) or criterion.copies.collectives.sums_rows:
-        refused = "batch norm or SumOverRows over all rows, expected layers that need the rows of a group alone, as group norm"
-    elif len(names) > 1:
-        refused = (
-            f"{' and '.join(names)}, expected devices of one kind: others round in another way"
-        )
-    elif any(_depends_on_cut(optimizer, whole) for optimizer in optimizers):
-        refused = (
-            "BalancedOptimizer(shard='elements') that is fused or has 16-bit parameters, whose rounding on the CPU depends on "
-            "the cut, expected shard='parameters'"
-        )
-    if refused:
-        raise ValueError(f"reproducible='bits' with {refused}")
-
-
-def describe_machine(devices: Devices) -> dict[str, Hashable]:
-    """Returns what the bits of an operator depend on. The ranks compare it."""
-    return {
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "device": _name_of(devices[0]),
-        "instructions of the CPU": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def own_memory(shard: Shard) -> Shard:
+def _own_memory(shard: Shard) -> Shard:
     """Returns a shard with copies of the tensors that are on its device.
 
     The rows of a group may be aligned in another way in another batch, which kernels may look at.
@@ -442,7 +397,7 @@ def own_memory(shard: Shard) -> Shard:
 
 
 @contextlib.contextmanager
-def without_autocast_cache() -> Iterator[None]:
+def _without_autocast_cache() -> Iterator[None]:
     """Casts a weight in each use, in this block.
 
     The cache is for leaves alone, so a weight with several uses would sum its gradients in another
@@ -454,6 +409,83 @@ def without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+class ExactArithmetic(Arithmetic):
+    """Exact sums of groups of rows: their bits are the same on any number of devices and ranks."""
+
+    def check(self, optimizers: Sequence[torch.optim.Optimizer], micro_batch_size: object) -> None:
+        """Raises ``ValueError`` for settings of a step whose bits depend on the layout."""
+        whole = {*self.model.parameters(), *self.criterion.parameters()}
+        names = sorted({_name_of(device) for device in self.model.devices})
+        refused = ""
+        if not isinstance(micro_batch_size, int):
+            refused = (
+                f"micro_batch_size={micro_batch_size!r}, expected a number of rows, the same for any devices: groups of that "
+                "size have the same bits wherever they run"
+            )
+        elif self.cut is not None:
+            refused = (
+                f"cut={type(self.cut).__name__}(...), expected groups of equal rows: leave it out"
+            )
+        elif self.model.split is not None:
+            refused = f"split={self.model.split!r}, expected None: each device runs whole groups"
+        elif meets_others(self.model) or self.criterion.copies.collectives.sums_rows:
+            refused = (
+                "batch norm or SumOverRows over all rows, expected layers that need the rows of a group alone, as group "
+                "norm"
+            )
+        elif len(names) > 1:
+            refused = (
+                f"{' and '.join(names)}, expected devices of one kind: others round in another way"
+            )
+        elif any(_depends_on_cut(optimizer, whole) for optimizer in optimizers):
+            refused = (
+                "BalancedOptimizer(shard='elements') that is fused or has 16-bit parameters, whose rounding on the CPU depends "
+                "on the cut, expected shard='parameters'"
+            )
+        if refused:
+            raise ValueError(f"reproducible='bits' with {refused}")
+
+    def kind_of(self, kind: Kind) -> Kind:
+        """Returns the kind of a loss with exact sums."""
+        return kind.exact()
+
+    def opener(self, strategy: GradientSync) -> Callable[[], UpdateSync]:
+        """Returns the function that opens an update of groups."""
+        return strategy.by_group()
+
+    def prepare(self) -> Callable[[Shard], Shard]:
+        """Returns the function that copies the tensors of a group."""
+        return _own_memory
+
+    def group(self, limit: Limit) -> int:
+        """Returns the number of rows of a group."""
+        return int(limit.value or 1)
+
+    def facts(self, limit: Limit) -> dict[str, Hashable]:
+        """Returns what the bits of an operator depend on."""
+        return {
+            "micro_batch_size": self.group(limit),
+            "torch": str(torch.__version__),
+            "threads": torch.get_num_threads(),
+            "device": _name_of(self.model.devices[0]),
+            "instructions of the CPU": torch.backends.cpu.get_cpu_capability(),
+        }
+
+
+def choose_arithmetic(
+    reproducible: bool | Literal["bits"],
+    model: ParallelModel,
+    criterion: DataParallelCriterion,
+    cut: Cut | None,
+) -> Arithmetic:
+    """Returns the arithmetic of a step with this setting."""
+    if reproducible != "bits":
+        return Arithmetic(model, criterion, cut)
+    return ExactArithmetic(
+        model, criterion, cut, ExactAccumulation, clip_exactly, _without_autocast_cache
+    )
 
 
 def _check_determinism(devices: Devices) -> None:

@@ -9,6 +9,7 @@ decides on it alike. The digest also tells that a program has written to paramet
 """
 
 import functools
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -45,8 +46,8 @@ class Settings:
     @property
     def has_loaded(self) -> bool:
         """True if an optimizer has another state than after the last update."""
-        pairs = zip(self.state.optimizers, self.before.states, strict=False)
-        return any(optimizer.state is not state for optimizer, state in pairs)
+        states = [optimizer.state for optimizer in self.state.optimizers]
+        return any(map(operator.is_not, states, self.before.states))
 
     def compare(self, expected: str = "the same settings on all of them") -> None:
         """Compares all settings, and raises ``ValueError`` on every rank if they differ.
@@ -153,11 +154,11 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
         return {"criterion": None}
     function, _, keywords = unwrap(criterion.module)
     facts = {
-        "criterion": _name(function),
+        "criterion": name_of(function),
         "reduction": criterion.reduction,
         "weight=": criterion.weight
         if isinstance(criterion.weight, str)
-        else _name(criterion.weight),
+        else name_of(criterion.weight),
         "minimum": str(criterion.minimum),
         "whole": criterion.whole,
         "sums_rows": criterion.copies.collectives.sums_rows,
@@ -192,11 +193,14 @@ def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
 
 
 def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    inner = f" of {_name(optimizer.recipe[0])}" if isinstance(optimizer, BalancedOptimizer) else ""
+    inner = (
+        f" of {name_of(optimizer.recipe[0])}" if isinstance(optimizer, BalancedOptimizer) else ""
+    )
     return type(optimizer).__name__ + inner
 
 
-def _name(function: object) -> str | None:
+def name_of(function: object) -> str | None:
+    """Returns the name of a function or of the class of another object; None for None."""
     function = function.func if isinstance(function, functools.partial) else function
     return (
         None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

@@ -32,19 +32,11 @@ from ..runtime import collectives
 from ..runtime.torch_private import (
     backward_hooks_of,
     hooks_of,
-    is_compiled,
     versions,
     without_hooks,
 )
 from ..runtime.values import Precision, check_type, naming_arguments, setting
-from .exact import (
-    ExactAccumulation,
-    check_exact,
-    clip_exactly,
-    describe_machine,
-    own_memory,
-    without_autocast_cache,
-)
+from .exact import choose_arithmetic
 from .forward_state import ForwardState
 from .optimizers import (
     Optimizers,
@@ -58,26 +50,28 @@ from .optimizers import (
 from .passes import TwoPasses
 from .recovery import Recovery, retrying_allocations
 from .reproducible import NumberedRows, RandomByRow
-from .settings import LastUpdate, Settings
+from .settings import LastUpdate, Settings, name_of
 from .snapshot import Snapshot
 from .state import TrainedState
 from .sync import UpdateSync, gradient_sync
-from .update import (
-    Accumulation,
-    Attempt,
-    BatchRun,
-    Forwards,
-    Limit,
-    Update,
-    Work,
-    without_views,
-)
+from .update import Attempt, BatchRun, Forwards, Limit, Update, Work
+
+Surround = Callable[[], AbstractContextManager[object]]
 
 
 def _check_norm(name: str, norm: Any) -> None:
     is_positive = isinstance(norm, (int, float)) and norm > 0
     if norm is True or not (norm is None or is_positive):
         raise ValueError(f"{name}={norm!r}, expected a positive number, or None for no limit")
+
+
+def _check_surround(name: str, surround: Any) -> None:
+    is_block = isinstance(surround, AbstractContextManager)  # It would run once.
+    if is_block or not (surround is None or callable(surround)):
+        raise TypeError(
+            f"{name} is a {type(surround).__name__}, expected a function that returns a block for each part of an update, "
+            "such as savings.offload_activations without a call"
+        )
 
 
 class TrainStep:
@@ -121,6 +115,8 @@ class TrainStep:
             update is drawn from the CPU's generator, of the first rank. ``"bits"`` also computes
             rows in groups of ``micro_batch_size``, and sums their gradients exactly: losses and
             parameters have the same bits on any number of devices and of ranks of DDP.
+        surround: returns a block, in which each ``step(...)``, ``add`` and ``apply`` runs:
+            ``surround=savings.offload_activations``.
 
     Raises:
         TypeError: a model, a criterion, an optimizer or a scheduler of another kind.
@@ -142,6 +138,7 @@ class TrainStep:
     reproducible: bool | Literal["bits"] = setting()
     max_grad_norm: float | None = setting(_check_norm)
     skip_above: float | None = setting(_check_norm)
+    surround: Surround | None = setting(_check_surround)
 
     @naming_arguments
     def __init__(
@@ -157,14 +154,14 @@ class TrainStep:
         scheduler: Schedulers | None = None,
         cut: Cut | None = None,
         reproducible: bool | Literal["bits"] = False,
+        surround: Surround | None = None,
     ) -> None:
         _check_arguments(criterion, micro_batch_size, cut, reproducible)
         self._strategy = gradient_sync(model, criterion)
         self.model = cast(ParallelModel, model)
         self.reproducible = reproducible
-        self._is_exact = reproducible == "bits"
-        if self._is_exact:
-            check_exact(self.model, criterion, each_optimizer(optimizer), micro_batch_size, cut)
+        self._arithmetic = choose_arithmetic(reproducible, self.model, criterion, cut)
+        self._arithmetic.check(each_optimizer(optimizer), micro_batch_size)
         self.criterion = criterion
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -172,6 +169,7 @@ class TrainStep:
         self.skip_above = skip_above
         self.precision = Precision(precision)
         self.cut = cut
+        self.surround = surround
         self.precision.scaler_on(self.model.devices[0])  # makes the scaler of fp16
         self.grad_norm: Tensor | None = None
         self._trained = _trained_tensors(model, criterion)
@@ -187,21 +185,14 @@ class TrainStep:
                 "micro_batch_size='auto' with batch norm over all ranks or SumOverRows, where others wait for a rank that runs "
                 "out of memory, expected a number, as memory.fit finds it"
             )
-        self._open_sync: Callable[[], UpdateSync] = (
-            self._strategy.by_group() if self._is_exact else self._strategy.open
-        )
-        prepare = None
-        if self._is_exact:
-            prepare = own_memory
-        elif any(map(is_compiled, model.modules())):
-            prepare = without_views
+        self._open_sync = self._arithmetic.opener(self._strategy)
         state = ForwardState(model.module, criterion.module)
         self._forwards = Forwards(
             self.model,
             criterion.copies.without_notes(),
             self.precision,
             keeps_order=cut is not None,
-            prepare=prepare,
+            prepare=self._arithmetic.prepare(),
             state=None if state.is_empty else state,
         )
         # Batches may show another kind.
@@ -238,6 +229,7 @@ class TrainStep:
             "skip_above": self.skip_above,
             "cut": self.cut and type(self.cut).__name__,
             "reproducible": self.reproducible,
+            "surround": name_of(self.surround),
         }
         lines = [f"  {name}: {value}" for name, value in settings.items() if value]
         return "\n".join(["TrainStep", *lines])
@@ -340,14 +332,17 @@ class TrainStep:
         """
         if not self._has_compared:
             self._compare(is_last=is_last)
-        around: AbstractContextManager[None] = nullcontext()
-        if self._by_row is None:
-            around = self._strategy.random_numbers(is_last=is_last)
-        elif self._is_exact:
-            around = without_autocast_cache()
+        numbers = (
+            self._strategy.random_numbers(is_last=is_last)
+            if self._by_row is None
+            else nullcontext()
+        )
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
-        with hooks, window(self.model, self.criterion, in_step=True), around:
+        surround = self.surround or nullcontext
+        around = self._arithmetic.surround()
+        in_step = window(self.model, self.criterion, in_step=True)
+        with surround(), hooks, in_step, numbers, around:
             update = self._update or self._begin()
             self._update = None
             try:
@@ -360,8 +355,8 @@ class TrainStep:
                     failure = f"failed with {type(error).__name__}: {error}"
                     self._last = self._last._replace(failure=failure)
                 raise
-        if not is_last:
-            self._update = update
+            if not is_last:
+                self._update = update
 
     def _compare(self, *, is_last: bool) -> None:
         """Compares the settings of the ranks, before the first update."""
@@ -381,9 +376,8 @@ class TrainStep:
         if reduction != self._reduction:
             self._reduction = reduction
             self._kind = self._first_kind()
-        clip = clip_exactly if self._is_exact else torch.nn.utils.clip_grad_norm_
         optimizers = ParameterUpdate(
-            each_optimizer(self.optimizer), self._trained, self.skip_above, clip
+            each_optimizer(self.optimizer), self._trained, self.skip_above, self._arithmetic.clip
         )
         attempt: Callable[..., Attempt] = functools.partial(self._attempt, optimizers)
         open_work: Callable[[], Work] = attempt
@@ -393,21 +387,18 @@ class TrainStep:
             )
         if self._by_row is None:
             return Update(open_work(), optimizers)
-        group = self.micro_batch_size if self._is_exact else None
+        group = self._arithmetic.group(self._limit)
         rows = NumberedRows(self._by_row, self._forwards, self._kind, open_work, group)
         return Update(rows, optimizers)
 
     def _first_kind(self) -> Kind:
-        kind = self.criterion.follow_reduction()
-        return kind.exact() if self._is_exact else kind
+        return self._arithmetic.kind_of(self.criterion.follow_reduction())
 
     def _attempt(self, optimizers: ParameterUpdate, sync: UpdateSync | None = None) -> Attempt:
         """Returns the work of one attempt at an update, with ``sync`` or a new synchronisation."""
         sync = sync or self._open_sync()
         optimizers.forget_gradients()
-        exact: Callable[..., Accumulation] = ExactAccumulation
-        accumulate = exact if self._is_exact else Accumulation
-        accumulation = accumulate(
+        accumulation = self._arithmetic.accumulation(
             self._forwards, self._trained, sync, self._kind, self._limit, self._weight_before
         )
         if self._kind.passes == 1:
@@ -493,14 +484,9 @@ class TrainStep:
             "unit of the micro-batches": self._limit.unit,
             "number of updates of the loaded state": self._loaded,
             "reproducible": self.reproducible,
+            **self._arithmetic.facts(self._limit),
         }
-        if self._is_exact:
-            arguments |= self._machine()
         return Settings(self._state(), arguments, self._last)
-
-    def _machine(self) -> dict[str, Hashable]:
-        """Returns what the bits of an update depend on, beside the state and the batch."""
-        return {"micro_batch_size": self.micro_batch_size, **describe_machine(self.model.devices)}
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -511,8 +497,7 @@ class TrainStep:
     @micro_batch_size.setter
     def micro_batch_size(self, rows: int | None) -> None:
         _check_micro_batch_size(rows, "or None for the whole batch")
-        if self._is_exact:
-            check_exact(self.model, self.criterion, (), rows, self.cut)
+        self._arithmetic.check((), rows)
         self._limit.set("rows", rows)
 
     @property
@@ -547,8 +532,8 @@ class TrainStep:
         state["weight_before"] = self._weight_before
         state["updates"] = self._updates
         state["limit"] = {self._limit.unit: self._limit.value}
-        if self._is_exact:
-            state["bits"] = self._machine()
+        if facts := self._arithmetic.facts(self._limit):
+            state["bits"] = facts
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -565,9 +550,10 @@ class TrainStep:
         self.check_state_dict(state_dict)
         self._state().load(state_dict)
         saved = state_dict.get("bits")
-        if self._is_exact and saved != self._machine():
+        facts = self._arithmetic.facts(self._limit)
+        if facts and saved != facts:
             warnings.warn(
-                f"reproducible='bits' goes on with {self._machine()}, but the state was saved with {saved}, expected the same: "
+                f"reproducible='bits' goes on with {facts}, but the state was saved with {saved}, expected the same: "
                 "from here on the bits are those of another run",
                 stacklevel=2,
             )

@@ -19,7 +19,7 @@ of it in another way::
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,18 +28,20 @@ from torch import Tensor
 
 from ..batch.containers import describe
 from ..batch.outputs import PerReplica, detach_outputs
-from ..batch.rows import Batch, MicroBatch, ParallelModel, Shard, copy_views
+from ..batch.rows import Batch, Cut, MicroBatch, ParallelModel, Shard, copy_views
 from ..loss.copies import Calls, CriterionCopies
+from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_up
 from ..runtime.collectives import ElsewhereFailure, tell_failure
 from ..runtime.devices import move, start_copy
+from ..runtime.torch_private import is_compiled
 from ..runtime.values import Precision, scaled
 from .forward_state import ForwardState
 from .optimizers import ParameterUpdate
 from .settings import Settings
-from .sync import UpdateSync
+from .sync import GradientSync, UpdateSync
 
 Compute = Callable[[Calls], list[LossSum]]
 
@@ -321,6 +323,49 @@ class Accumulation(Attempt):
             )
 
 
+@dataclass(frozen=True)
+class Arithmetic:
+    """A way to add up the losses and the gradients of an update: here in floating point, in the
+    order in which they are made.
+
+    Args:
+        model, criterion, cut: those of the step.
+        accumulation: the class that runs the batches of an update.
+        clip: clips gradients, and returns their norm before.
+        surround: makes a block around each part of an update.
+    """
+
+    model: ParallelModel
+    criterion: DataParallelCriterion
+    cut: Cut | None
+    accumulation: type[Accumulation] = Accumulation
+    clip: Callable[[list[Tensor], float], Tensor] = torch.nn.utils.clip_grad_norm_
+    surround: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def check(self, optimizers: Sequence[torch.optim.Optimizer], micro_batch_size: object) -> None:
+        """Raises ``ValueError`` for settings of a step with which it is not possible."""
+
+    def kind_of(self, kind: Kind) -> Kind:
+        """Returns the kind of a loss with sums of this arithmetic."""
+        return kind
+
+    def opener(self, strategy: GradientSync) -> Callable[[], UpdateSync]:
+        """Returns the function that opens the synchronisation of an update."""
+        return strategy.open
+
+    def prepare(self) -> Callable[[Shard], Shard] | None:
+        """Returns the function that gives shards memory of their own, if that is needed."""
+        return _without_views if any(map(is_compiled, self.model.modules())) else None
+
+    def group(self, limit: Limit) -> int | None:
+        """Returns the number of rows that run together in any layout, or None."""
+        return None
+
+    def facts(self, limit: Limit) -> dict[str, Hashable]:
+        """Returns what the sums depend on, beside the state and the batch. The ranks compare it."""
+        return {}
+
+
 class Update:
     """One update in progress, from its first rows to the step of the optimizers."""
 
@@ -382,7 +427,7 @@ def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
     return add_up([*on_devices, on_host] if on_host else on_devices, device)
 
 
-def without_views(shard: Shard) -> Shard:
+def _without_views(shard: Shard) -> Shard:
     """Returns a shard with copies of inputs that are views.
 
     Compiled code has graphs of its own for views, and for each kind of offset.

@@ -1,6 +1,5 @@
 """Losses that are sums, means over something other than rows, or whose rows depend on each other."""
 
-import collections
 import functools
 
 import pytest
@@ -12,7 +11,6 @@ from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, verify
-from balanced_parallel.diagnostics.recording import scalar_of
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -119,17 +117,6 @@ def test_errors_of_a_criterion_on_parts_are_a_reason():
         return contrastive_loss(output, target)
 
     assert reasons_of(picky) == (REASON,)
-
-
-def test_the_loss_of_several_terms_is_their_sum():
-    Record = collections.namedtuple("Record", ["output", "loss"])
-    one, two = torch.tensor(1.0), torch.tensor(2.0)
-    assert scalar_of(one) is one
-    assert torch.equal(scalar_of(Record(one, two)), two)
-    assert scalar_of((one, two)) == 3
-    assert scalar_of({"a": one, "b": {"c": two}}) == 3
-    with pytest.raises(TypeError, match="returned str 'x', expected a scalar or several"):
-        scalar_of("x")
 
 
 # Reasons that would be false

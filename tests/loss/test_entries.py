@@ -18,6 +18,7 @@ from balanced_parallel import (
     simulate,
     verify,
 )
+from balanced_parallel.loss.entries import plain_loss
 
 Named = collections.namedtuple("Named", ["ce", "loss"])
 
@@ -383,3 +384,17 @@ def test_a_value_of_a_batch_that_is_not_split_needs_no_rule():
     )
     step(inputs, targets)
     assert step.metrics()["largest"] == pytest.approx(result["largest"].item())
+
+
+def test_the_plain_loss_of_several_terms_is_their_sum():
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+
+    def loss(result):
+        return plain_loss(lambda output: result, None, ())
+
+    assert loss(one) is one
+    assert torch.equal(loss(Named(one, two)), two)
+    assert loss((one, two)) == 3
+    assert loss({"a": one, "b": {"c": two}}) == 3
+    with pytest.raises(TypeError, match="type str, expected a tensor with one element"):
+        loss("x")

@@ -23,6 +23,7 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
+from balanced_parallel.memory.trace.layouts import DDP, LAYOUTS
 from balanced_parallel.replicas import buckets
 
 
@@ -303,3 +304,20 @@ def test_peak_of_ddp_equals_the_allocator_with_and_without_accumulation():
     assert [report.allocated[0] for report in reports] == pytest.approx(measured, rel=0.001)
     parameters = sum(parameter.nbytes for parameter in build_for_buckets().parameters())
     assert all(report.parts[0]["gradients"] == parameters for report in reports)
+
+
+def test_a_layout_is_one_class(monkeypatch):
+    """Plans and estimates ask it for all that they know of it."""
+
+    class Mine(DDP):
+        name = "mine"
+
+    monkeypatch.setitem(LAYOUTS, "mine", Mine)
+    inputs, targets = torch.zeros(8, 64), torch.zeros(8, 64)
+    settings = {"devices": 2, "device_kind": "cpu"}
+    reports = [
+        memory.estimate(matrices(), nn.MSELoss(), inputs, targets, layout=layout, **settings)
+        for layout in ("ddp", "mine")
+    ]
+    assert reports[0].allocated == reports[1].allocated
+    assert reports[1].layout == "mine"

@@ -541,6 +541,10 @@ CALLS = {
         ),
         lambda value: BalancedOptimizer(value, SGD),
     ],
+    "surround": [
+        lambda value: make_step(surround=value),
+        lambda value: make_step(surround=savings.offload_activations()),  # It would run once.
+    ],
     "params": [lambda value: BalancedOptimizer(make_model(), SGD, value)],
     "tolerance": [
         lambda value: verify(

@@ -332,3 +332,18 @@ def test_a_module_that_is_sharded_is_not_sharded_again(rank):
         ValueError, match="the module was sharded before, .*expected one that is not sharded"
     ):
         parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
+
+
+@on_ranks(2)
+def test_a_strategy_is_one_entry_of_a_table(rank):
+    def wrap(on_rank):
+        return DistributedModel(on_rank.module, on_rank.device, None, **on_rank.settings)
+
+    strategy.OVER_RANKS["mine"] = strategy.RankStrategy(wrap)
+    try:
+        model = parallelize(build_net(), device_ids=["cpu"], strategy="mine")
+        with pytest.raises(ValueError, match="expected 'auto', 'ddp' or 'fsdp' or 'mine'"):
+            parallelize(build_net(), strategy="replicas")
+    finally:
+        del strategy.OVER_RANKS["mine"]
+    assert type(model) is DistributedModel

@@ -7,6 +7,7 @@ A step that failed before its update can be repeated, with the result that it wo
 ``step(..., return_outputs=True)``: the outputs of a batch, for metrics.
 """
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -468,6 +469,27 @@ def test_another_way_of_cutting_needs_no_change_of_the_step(reproducible):
         return [step(torch.randn(7, 4).double(), torch.randint(3, (7,))), *net.parameters()]
 
     assert_close(train(cut=BySizes([1, 3, 2, 1])), train())
+
+
+def test_each_part_of_an_update_runs_in_a_block():
+    events = []
+
+    @contextlib.contextmanager
+    def block():
+        events.append("enter")
+        yield
+        events.append("exit")
+
+    net = build_net()
+    net.register_forward_hook(lambda *_: events.append("forward"))
+    step = make_step(net, devices=1, surround=block)
+    inputs, targets = torch.randn(4, 4), torch.randint(5, (4,))
+    step(inputs, targets)
+    assert events == ["enter", "forward", "exit"]
+    step.add(inputs, targets)
+    step.apply()
+    assert events[3:] == ["enter", "forward", "exit", "enter", "exit"]
+    assert "surround: test_each_part" in repr(step)
 
 
 @pytest.mark.parametrize("name", ["max_grad_norm", "skip_above"])

@@ -29,9 +29,10 @@ from ...batch.containers import leaves, map_leaves
 from ...batch.outputs import PerReplica
 from ...batch.plan import split_sizes
 from ...batch.rows import Along, Arguments, count_rows, move_leaves
-from ...loss.copies import Criterion, ShardLoss
+from ...loss.copies import Criterion
 from ...loss.coupled import CoupledLoss, WholeLoss
 from ...loss.criterion import DataParallelCriterion
+from ...loss.entries import plain_loss
 from ...loss.kinds import MeansInside
 from ...loss.sums import add_up
 from ...optim.balanced import (
@@ -42,7 +43,6 @@ from ...optim.balanced import (
     refuse_closures,
 )
 from ...replicas import buckets
-from ...replicas.buckets import make_buckets
 from ...replicas.model import DataParallelModel
 from ...replicas.owners import BucketOwners
 from ...replicas.replicas import Replicas, window
@@ -212,11 +212,7 @@ class TracedCriterion(DataParallelCriterion):
     """
 
     def __init__(self, criterion: Criterion, replicas: Replicas, request: "Request") -> None:
-        like = (
-            criterion
-            if isinstance(criterion, DataParallelCriterion)
-            else DataParallelCriterion(criterion)
-        )
+        like = wrap(criterion)
         settings = {**like.arguments, "device_ids": None, "output_device": None, "dim": request.dim}
         if isinstance(like.kind, MeansInside):
             settings["weight"] = "rows"
@@ -225,6 +221,13 @@ class TracedCriterion(DataParallelCriterion):
         super().__init__(like.module, **settings)
         self.replicas = replicas
         self.copies = dataclasses.replace(self.copies, replicas=replicas, halves=None)
+
+
+def wrap(criterion: Criterion) -> DataParallelCriterion:
+    """Returns a criterion that tells the kind of its loss."""
+    if isinstance(criterion, DataParallelCriterion):
+        return criterion
+    return DataParallelCriterion(criterion)
 
 
 def fill(loss: CoupledLoss, rows: int) -> None:
@@ -298,6 +301,17 @@ class SingleDevice(Layout):
         self.buckets = []
         self.optimizers = [] if request.mode == "evaluate" else self.make_optimizers()
 
+    @classmethod
+    def traffic(
+        cls, request: Request, parameters: int, devices: int, micro_batches: int, reductions: int
+    ) -> int:
+        """Returns the bytes of a reduce-scatter and an all-gather, or those that the first device
+        sends to the others and receives from them.
+        """
+        moved = 2 * (devices - 1) * parameters
+        is_ring = request.balanced or cls.is_distributed
+        return 2 * moved // devices if is_ring else moved
+
     def make_optimizers(self) -> list[Optimizer]:
         """Makes the optimizers of the request."""
         return self.request.optimizer.make_all(
@@ -308,10 +322,7 @@ class SingleDevice(Layout):
         """Runs the forward of one micro-batch."""
         with Precision(self.request.precision).autocast([HOME]):
             (output,) = self.outputs(arguments)
-            result: Tensor = ShardLoss(
-                self.criterion, 1, output, move_leaves(targets, None), {}
-            ).call()
-            return result
+            return plain_loss(self.criterion, output, move_leaves(targets, None))
 
     def evaluate(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
@@ -439,7 +450,7 @@ class ReplicaLayout(SingleDevice):
         if request.devices > 1:
             owners = fake_devices(request.devices if request.balanced else 1)
             with buckets_of(request):
-                all_buckets = make_buckets(trained(request.module.parameters()))
+                all_buckets = buckets.make_buckets(trained(request.module.parameters()))
             for bucket in all_buckets:
                 parts: list[dict[torch.device, Tensor]] = [
                     dict.fromkeys(owners, parameter) for parameter in bucket.parameters
@@ -562,6 +573,17 @@ class FSDP(SingleDevice):
             module, mesh, Precision(request.precision), lambda unit: None
         )
         super().__init__(request, module, criterion)
+
+    @classmethod
+    def traffic(
+        cls, request: Request, parameters: int, devices: int, micro_batches: int, reductions: int
+    ) -> int:
+        """Returns the bytes of the parameters that are gathered, and of the gradients."""
+        gathered = parameters // 2 if request.precision == "bf16" else parameters
+        moved = 4 * gathered * micro_batches + 2 * parameters * reductions
+        # values and gradients to all ranks, values from owners
+        moved += 6 * parameters * request.balanced
+        return moved * (devices - 1) // devices
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
