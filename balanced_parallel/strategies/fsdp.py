@@ -317,12 +317,18 @@ class _FSDPUpdate(RankUpdate):
         return contextlib.nullcontext()
 
     def count_micro_batches(self, count: int) -> int:
-        self._left = collectives.max_over_ranks(count, self._group)
+        self._ask(2 * count + 1)  # A batch without rows is not the end of this rank.
         return self._left
 
+    def _ask(self, number: int) -> int:
+        """Returns the largest number of any rank: 0 if all are at their end."""
+        largest = collectives.max_over_ranks(number, self._group)
+        self._left = largest // 2
+        return largest
+
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        while count := self.count_micro_batches(0):
-            for _ in range(count):
+        while self._ask(0):
+            for _ in range(self._left):
                 yield [self._model.forward_without_rows()]
         self._is_at_end = torch.is_grad_enabled()  # The first of two passes has no gradients.
 

@@ -167,3 +167,33 @@ def check_whole_gradients(rank, precision):
 def test_gradients_stay_whole_until_the_last_micro_batch(precision):
     counts = run_ranks(2, check_whole_gradients, precision)
     assert counts == [[9, 9, 3, 3, 3]] * 2  # three units; a failure changes nothing
+
+
+def added_rows(rank, strategy, plans):
+    """Returns the losses of two updates, whose ranks add batches of these numbers of rows."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy=strategy)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for _ in range(2):
+        for rows in plans[rank]:
+            step.add(torch.ones(rows, 4), torch.zeros(rows, 2))
+        losses.append(step.apply().item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [[2], [0, 0]],
+        [[2, 0], [0]],
+        slow([[2, 0], [0, 0]]),
+        slow([[0], [0, 3, 0]]),
+    ],
+)
+def test_a_batch_without_rows_is_not_the_end_of_a_rank(plans):
+    losses = run_ranks(2, added_rows, "fsdp", plans, timeout=30)
+    assert losses[0] == pytest.approx(losses[1])
+    assert losses == [pytest.approx(each) for each in run_ranks(2, added_rows, "ddp", plans)]
