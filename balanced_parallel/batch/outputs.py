@@ -109,12 +109,15 @@ class PerReplica(list[Any], containers.Leaf):
         dim = 0 if dim is None else dim
         sizes = [_rows_of(containers.first_tensor(output), dim) for output in outputs]
         _refuse_outputs_of_one_replica(outputs, sizes)
-        replicas = cls(outputs, sizes, dim)
-        replicas.has_sizes = False
-        return replicas
+        return cls(outputs, sizes, dim)
 
-    def check_rows(self, rows: int | None) -> None:
-        """Raises ``ValueError`` for a plain list of outputs without the rows of the targets."""
+    def check_rows(self, outputs: Sequence[Any], rows: int | None) -> None:
+        """Raises ``ValueError`` if they were made :meth:`of` a plain list without the rows of the
+        targets.
+        """
+        has_sizes = isinstance(outputs, PerReplica) and outputs.has_sizes
+        if has_sizes or all(isinstance(part, PerReplica) for part in outputs):
+            return
         sizes = [size for size in self.sizes if size is not None]
         if rows is not None and (sum(sizes) != rows if sizes else len(self) > 1):
             raise ValueError(

@@ -224,8 +224,7 @@ class DataParallelCriterion(nn.Module):
         dim = self.dim_of_targets(batch, entries.dim)
         expected = None if None in entries.sizes else sum(filter(None, entries.sizes))
         rows = count_rows(batch, dim, expected, "targets")
-        if not entries.has_sizes:
-            entries.check_rows(rows)
+        entries.check_rows(outputs, rows)
         return Calls(
             self.copies, entries, shards_of_targets(entries, batch, rows, dim, self.devices)
         )

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..batch.outputs import PerReplica
 from ..batch.rows import (
+    NOTHING,
     Arguments,
     ParallelModel,
     count_rows,
@@ -85,13 +86,13 @@ class ForwardNotes:
         return NotedOutput(output, notes.sums(), _Notes(notes, output))
 
     def open(self, output: object) -> tuple[object, SumNotes | None]:
-        """Returns the output of :meth:`call`, and the notes. They are None for another output."""
+        """Returns the output of :meth:`call`, and the notes. They are None if there is no sum."""
         if not isinstance(output, NotedOutput):
             return output, None
         noted = output.notes
         before = containers.tensors_in(noted.output)
         noted.notes.replace(output.sums, before, containers.tensors_in(output.output))
-        return output.output, noted.notes
+        return output.output, noted.notes if noted.notes.statistics else None
 
 
 def note_again(outputs: PerReplica) -> None:
@@ -108,10 +109,10 @@ def note_again(outputs: PerReplica) -> None:
 
 
 class RowsOfForward(NamedTuple):
-    """Arguments of a forward, on the host: the first row, the last one, and both."""
+    """Arguments of a forward and targets, on the host: the first row, the last one, and both."""
 
     method: str | None
-    parts: Sequence[Arguments]
+    parts: Sequence[tuple[Arguments, Arguments]]
     dim: int
     rows: int  # The number of rows in the forward.
     is_joined: bool  # Rows are one object, and cannot be repeated.
@@ -127,7 +128,7 @@ def take_rows(outputs: PerReplica) -> RowsOfForward | None:
     if batch is not None and batch.rows:
         last = batch.rows - 1
         shards = [batch.shard(rows, model.devices[0]) for rows in ([0], [last], [0, last])]
-        parts = [shard.inputs for shard in shards]
+        parts = [(shard.inputs, shard.targets) for shard in shards]
         return _on_host(RowsOfForward(None, parts, model.dim, most, shards[0].is_joined))
     if batch is not None or not model.latest:
         return None
@@ -136,20 +137,23 @@ def take_rows(outputs: PerReplica) -> RowsOfForward | None:
     count = count_rows(arguments, model.dim)
     if not count:
         return None
-    parts = [take(arguments, rows, model.dim) for rows in ([0], [count - 1], [0, count - 1])]
+    taken = (take(arguments, rows, model.dim) for rows in ([0], [count - 1], [0, count - 1]))
+    parts = [(part, NOTHING) for part in taken]
     return _on_host(RowsOfForward(method, parts, model.dim, most, is_joined=False))
 
 
 @torch.no_grad()
 def run_rows(
     model: ParallelModel, sample: RowsOfForward, most: int, most_bytes: int
-) -> Iterator[PerReplica]:
-    """Yields the outputs of the first row, of the last, and of ``most`` of them, half and half.
+) -> Iterator[tuple[PerReplica, Arguments]]:
+    """Yields the outputs of the first row, of the last, and of ``most`` of them, half and half, with
+    their targets.
 
     These are fewer if they have more bytes, but as many as those of the forward. All ranks call
     this.
     """
-    first, last, both = sample.parts
+    (first, *_), (last, *_), (both, *_) = sample.parts
+    targets = [of_rows for _, of_rows in sample.parts]
 
     def run(
         arguments: Arguments, count: int, drawing: Callable[[], AbstractContextManager[None]]
@@ -162,8 +166,8 @@ def run_rows(
 
     device = model.devices[0]
     if sample.is_joined:
-        for arguments, count in (first, 1), (last, 1), (both, 2):
-            yield run(arguments, count, nullcontext)
+        for arguments, count, of_rows in zip((first, last, both), (1, 1, 2), targets, strict=True):
+            yield run(arguments, count, nullcontext), of_rows
         return
     size = sum(tensor.nbytes for tensor in containers.tensors_in(run(first, 1, nullcontext)[0]))
     if size * most > most_bytes:
@@ -174,9 +178,12 @@ def run_rows(
         draws = _find_draws(
             lambda count, drawing: run(repeat(count), count, drawing), update, device
         )
-        for arguments, rows in (first, [0]), (last, [1]), (repeat(most), [0, 1] * (most // 2)):
+        targets[-1] = take(targets[-1], [row % 2 for row in range(most)], sample.dim)
+        parts = (first, [0]), (last, [1]), (repeat(most), [0, 1] * (most // 2))
+        for (arguments, rows), of_rows in zip(parts, targets, strict=True):
             forward = Forward(update, rows, device, draws, {}) if draws else None
-            yield run(arguments, len(rows), forward.drawing if forward else nullcontext)
+            drawing = forward.drawing if forward else nullcontext
+            yield run(arguments, len(rows), drawing), of_rows
     finally:
         update.end()
 
@@ -220,7 +227,7 @@ def _on_host(sample: RowsOfForward) -> RowsOfForward:
     def copied(leaf: Any) -> Any:
         return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
-    return sample._replace(parts=[map_marked(copied, part) for part in sample.parts])
+    return sample._replace(parts=map_marked(copied, [*sample.parts]))
 
 
 # Parts of the names of classes, also of those of other libraries.

@@ -435,9 +435,9 @@ class LossOfMeans(LossOfSums):
     ) -> list[tuple[dict[Any, Tensor], int]]:
         """Returns the sums of rows of a forward, with the number of these."""
         parts = []
-        for outputs in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
+        for outputs, targets in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
             rows = outputs.sizes[0] or 0
-            shard = Shard(NOTHING, NOTHING, None, rows, self.home)
+            shard = Shard(NOTHING, targets, None, rows, self.home)
             (part,) = Calls(self.copies, outputs, [shard]).run(self._statistics)
             parts.append((part.tensors, rows))
         return parts
