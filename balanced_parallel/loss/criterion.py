@@ -36,7 +36,7 @@ class DataParallelCriterion(nn.Module):
 
     In ``criterion(outputs, *targets, **kwargs)``, targets and keyword arguments are split by rows
     as the model's inputs were. A tuple as a replica's output fills the leading arguments of the
-    criterion. Any other output is one argument.
+    criterion. object other output is one argument.
 
     Args:
         criterion: a module or a function. Parameters and buffers of a module are copied to each
@@ -172,7 +172,7 @@ class DataParallelCriterion(nn.Module):
             )
         return self.kind
 
-    def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
+    def forward(self, outputs: Sequence[Any], *targets: object, **kwargs: Any) -> Any:
         """Returns the loss of the batch. ``targets`` and ``kwargs`` have all rows of the batch."""
         kind, kwargs = self.follow_reduction().called_with(kwargs)
         if world_size() > 1:
@@ -208,7 +208,7 @@ class DataParallelCriterion(nn.Module):
         return first
 
     def mark(
-        self, targets: tuple[Any, ...], kwargs: Any, dims: Dims, leading: int | None = None
+        self, targets: tuple[object, ...], kwargs: Any, dims: Dims, leading: int | None = None
     ) -> tuple[Arguments, int]:
         """Marks the arguments after the outputs with ``in_dims``.
 
@@ -230,7 +230,7 @@ class DataParallelCriterion(nn.Module):
             Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1
         ), self.dim or 0
 
-    def cut(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Calls:
+    def cut(self, outputs: object, targets: tuple[Any, ...], kwargs: dict[str, object]) -> Calls:
         """Cuts the arguments behind the outputs as the outputs' shards.
 
         Returns the call of each shard.
