@@ -115,7 +115,7 @@ class ShardLoss(NamedTuple):
     rows: int
     output: Any
     targets: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     collectives: OwnCollectives = OwnCollectives()  # The call may have some.
     notes: Any = None  # The notes of a forward that computes the loss.
 

@@ -125,7 +125,7 @@ class CoupledLoss(abc.ABC):
 
     def _derivatives(
         self,
-        compute: Callable[[], Any],
+        compute: Callable[[], object],
         at: Sequence[Tensor],
         ranks: Sequence[int],
         scaler: torch.amp.GradScaler | None,
@@ -215,7 +215,7 @@ class LossOfSums(CoupledLoss):
         self._slopes: dict[Any, Tensor | None] = {}
         # Shards of this update to compare: output and targets, marked; the number of rows, the
         # dimension of the output, and the most rows to join.
-        self.samples: list[Any] = []
+        self.samples: list[object] = []
         self._rows_checked = 0
         self._most = ROWS_TOGETHER
 
@@ -279,7 +279,7 @@ class LossOfSums(CoupledLoss):
                 self._rows_checked += min(size or 0, ROWS_TO_CHECK - 1)  # two shards at least
                 self._sample(PerReplica([output], [size], outputs.dim), shard)
 
-    def _is_due(self, statistics: Sequence[dict[Any, Tensor]]) -> bool:
+    def _is_due(self, statistics: Sequence[dict[object, Tensor]]) -> bool:
         """Returns True if the statistics of this micro-batch are to be compared."""
         first = next(filter(None, statistics), None)
         checks = self.copies.checks
@@ -465,7 +465,7 @@ class LossOfSums(CoupledLoss):
         set_generators(states, devices)
         return [part.tensors for part in results if part.tensors]
 
-    def compare_sums(self, samples: Sequence[dict[Any, Tensor]], times: int = 1) -> None:
+    def compare_sums(self, samples: Sequence[dict[object, Tensor]], times: int = 1) -> None:
         """Raises ``ValueError`` if the first of some statistics are not the sum of the others, so many
         times.
         """
@@ -491,7 +491,7 @@ class LossOfSums(CoupledLoss):
         """Returns a key of a statistic. New ones are compared with halves."""
         return place  # type: ignore[no-any-return]
 
-    def _name(self, number: int, place: Any) -> str:
+    def _name(self, number: int, place: object) -> str:
         return f"number {number}"
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
@@ -516,7 +516,7 @@ def _size(node: object) -> int:
     return sum(tensor.nbytes for tensor in containers.tensors_in(move_leaves(node, None)))
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: object) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
@@ -654,7 +654,7 @@ class WholeLoss(CoupledLoss):
         )
 
 
-def _scale_gradient(leaf: Any, factor: float) -> Any:
+def _scale_gradient(leaf: object, factor: float) -> Any:
     """Multiplies the gradient of a leaf without rows, such as a temperature, and returns it.
 
     Strategies average gradients over all ranks, and a rank without rows has none of it.
@@ -672,7 +672,7 @@ def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(without_mark(leaf), Tensor)]
 
 
-def _check_constant(first: Any, *others: Any) -> None:
+def _check_constant(first: Any, *others: object) -> None:
     """Raises ``ValueError`` if an output without rows differs between replicas or micro-batches."""
     tensor = without_mark(first)
     equal = (torch.equal(tensor, move(without_mark(each), tensor.device)) for each in others)
@@ -718,7 +718,7 @@ class AdditiveLoss(nn.Module):
     def __init__(
         self,
         statistics: Callable[..., Any] | None = None,
-        finish: Callable[[Any], Tensor] | None = None,
+        finish: Callable[[object], Tensor] | None = None,
     ) -> None:
         super().__init__()
         for name, function in (("statistics", statistics), ("finish", finish)):
@@ -739,7 +739,7 @@ class AdditiveLoss(nn.Module):
         assert self._finish is not None
         return self._finish(total)
 
-    def forward(self, *arguments: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *arguments: object, **kwargs: Any) -> Tensor:
         """Returns the loss of a whole batch."""
         return self.finish(self.statistics(*arguments, **kwargs))
 
@@ -820,7 +820,7 @@ class RankRows:
         return Along(gather_rows(tensor.to(joined.leaf.dtype), sizes, joined.dim), joined.dim)
 
 
-def _layout(leaf: Any) -> Any:
+def _layout(leaf: object) -> Any:
     """Returns a tensor with rows without its values, a list of rows as it is, and None for others."""
     if isinstance(leaf, Along):
         return Along(leaf.leaf.detach().to("meta"), leaf.dim)

@@ -75,7 +75,7 @@ _WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__se
 _METHODS = {id(each): name for kind in Tensor.__mro__ for name, each in vars(kind).items()}
 
 
-def call_method(name: str, *args: Any, **kwargs: Any) -> Any:
+def call_method(name: str, *args: Any, **kwargs: object) -> Any:
     """Calls a method of a tensor, its first argument."""
     return getattr(Tensor, name)(*args, **kwargs)
 
@@ -398,7 +398,7 @@ class SumNotes(TorchFunctionMode):
             return result
         return self._call(func, args, kwargs, result)
 
-    def _is_unknown(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _is_unknown(self, func: object, args: Any, kwargs: Any) -> bool:
         """Returns True for most operations of a model: an argument may depend on the rows, and none
         is a sum.
         """
@@ -418,7 +418,7 @@ class SumNotes(TorchFunctionMode):
                 return False
         return is_unknown
 
-    def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
+    def _call(self, func: Any, args: object, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""
         call = self._describe(func, args, kwargs)
         if func in RULES and call.level == _OF_ROWS:

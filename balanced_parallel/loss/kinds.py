@@ -66,7 +66,9 @@ from .sums import (
     widen,
 )
 
-Divisor = Callable[..., Any] | str | Mapping[Any, Callable[..., Any]] | Sequence[Callable[..., Any]]
+Divisor = (
+    Callable[..., object] | str | Mapping[Any, Callable[..., object]] | Sequence[Callable[..., Any]]
+)
 SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 _HOST = torch.device("cpu")
 
@@ -105,7 +107,7 @@ class Kind(abc.ABC):
         """Begins a batch of a step, whose loss is one of outputs alone."""
         return
 
-    def called_with(self, kwargs: dict[str, Any]) -> tuple["Kind", dict[str, Any]]:
+    def called_with(self, kwargs: dict[str, object]) -> tuple["Kind", dict[str, Any]]:
         """Returns the kind of a call with keyword arguments, which may select another reduction,
         and these arguments.
         """
@@ -115,7 +117,7 @@ class Kind(abc.ABC):
         """Returns the total weight of a batch, if it depends on the targets alone; otherwise None."""
         return None
 
-    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> "Kind":
+    def of_batch(self, targets: Sequence[tuple[object, ...]], *, is_whole: bool) -> "Kind":
         """Returns the kind of one batch, from its targets in any number of parts.
 
         With ``is_whole``, no other batch is added before the update. Ranks then sum the divisors of
@@ -303,7 +305,7 @@ class KnownMean(_Mean):
         ).sum()
         return count
 
-    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
+    def of_batch(self, targets: Sequence[tuple[object, ...]], *, is_whole: bool) -> Kind:
         """Returns the kind of one batch."""
         counts = [weight for weight in map(self.weight_of, targets) if weight is not None]
         if not targets or len(counts) < len(targets):
@@ -348,7 +350,7 @@ class WeighedMean(_Mean):
         """True for several means."""
         return is_structure(self.settings.weight)
 
-    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
+    def of_batch(self, targets: Sequence[tuple[object, ...]], *, is_whole: bool) -> Kind:
         """Returns the kind of one batch."""
         weight = self.settings.weight
         if not (is_whole and targets and is_structure(weight)):
@@ -415,7 +417,7 @@ class WeighedMean(_Mean):
         """Returns the weights of several shards as numbers. The host waits once at most."""
         weighed = [call_weight(self.settings.weight, shard) for shard in shards]
         numbers = iter(flat_weights(weighed))
-        weights: list[Any] = map_weights(lambda _: next(numbers), weighed)
+        weights: list[object] = map_weights(lambda _: next(numbers), weighed)
         return weights
 
 
@@ -528,7 +530,7 @@ def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, min
     return LossSettings(criterion, weight, minimum, reduction or reduction_of(criterion)).kind()
 
 
-def call_weight(weight: Any, shard: ShardLoss) -> Any:
+def call_weight(weight: object, shard: ShardLoss) -> Any:
     """Returns the divisor of the mean of a shard, or a structure of several.
 
     A function gets the arguments of the criterion, without the keyword arguments that it does not
@@ -550,7 +552,7 @@ def call_weight(weight: Any, shard: ShardLoss) -> Any:
     return call_spread(weight, shard.output, shard.targets, kwargs)
 
 
-def _weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:
+def _weights_of_targets(weight: Any, targets: tuple[object, ...]) -> Any:
     return map_weights(lambda count: count(*targets), weight)
 
 
@@ -596,7 +598,7 @@ def _weighted(means: Any, weights: Any, bounds: Iterator[Bound], place: str) -> 
 
 
 def _check_settings(
-    criterion: Any, weight: Any, reduction: str | None, minimum: Any, *, whole: bool
+    criterion: Any, weight: Any, reduction: str | None, minimum: object, *, whole: bool
 ) -> None:
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
@@ -658,7 +660,7 @@ def _check_divisor(weight: Any, minimum: Any) -> None:
         )
 
 
-def _check_reduction(criterion: Any, reduction: str | None) -> None:
+def _check_reduction(criterion: object, reduction: str | None) -> None:
     if reduction not in (None, "sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
     if (

@@ -87,7 +87,7 @@ class FoundMeans(NamedTuple):
     """
 
     noted: Noted
-    inputs: tuple[Any, ...]
+    inputs: tuple[object, ...]
     rest: Any = None  # The model returns it too.
 
 
@@ -97,7 +97,7 @@ class Additive:
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
 
-    def __call__(self, *arguments: Any) -> Tensor:
+    def __call__(self, *arguments: object) -> Tensor:
         """Calls the function."""
         return self._function(*arguments)
 
@@ -389,7 +389,7 @@ class LossOfMeans(LossOfSums):
     def _finish(self) -> Any:
         result = self.formula.compute(self._sums(), self.copies.parameters)
 
-        def as_scalar(leaf: Any) -> Any:
+        def as_scalar(leaf: object) -> Any:
             return leaf.reshape(()) if isinstance(leaf, Tensor) else leaf
 
         return containers.map_leaves(as_scalar, result)
@@ -403,7 +403,7 @@ class LossOfMeans(LossOfSums):
             rows = take_rows(calls.outputs)
             self.samples += [] if rows is None else [rows]
 
-    def compare(self, samples: Sequence[Any], device: torch.device) -> None:
+    def compare(self, samples: Sequence[object], device: torch.device) -> None:
         """Compares sums of shards as in :class:`LossOfSums`, and those of rows of a forward."""
         of_forward = [sample for sample in samples if isinstance(sample, RowsOfForward)]
         if not of_forward:

@@ -25,7 +25,7 @@ _COUPLED = re.compile(
 
 
 @functools.singledispatch
-def loss_weight(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
+def loss_weight(criterion: Any, output: object, *targets: Any, **kwargs: object) -> Tensor:
     """Returns the divisor of the mean that ``criterion(output, *targets)`` computes, as a 0-dim
     tensor.
 
@@ -208,7 +208,9 @@ def _signature(function: Callable[..., Tensor]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def arguments_of(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def arguments_of(
+    function: Callable[..., Tensor], /, *args: Any, **kwargs: object
+) -> dict[str, Any]:
     """Returns the arguments of a call by name."""
     try:
         return _signature(function).bind(*args, **kwargs).arguments
@@ -218,7 +220,7 @@ def arguments_of(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) 
         ) from None
 
 
-def divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:
+def divisor(rule: Rule, criterion: Any, arguments: dict[str, object]) -> Tensor:
     """Returns the divisor of a mean from the arguments of its call by name."""
     for name in ("input", "target"):
         if name in arguments and not isinstance(arguments[name], Tensor):
@@ -244,7 +246,7 @@ def add_loss(
     ]
 
     @loss_weight.register(module)
-    def weigh(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
+    def weigh(criterion: Any, output: object, *targets: Any, **kwargs: object) -> Tensor:
         if type(criterion).forward is not module.forward:
             # a subclass with its own forward is another loss
             return loss_weight.dispatch(object)(criterion, output)
@@ -263,7 +265,7 @@ for _loss in _LOSSES:
 
 
 @loss_weight.register(nn.AdaptiveLogSoftmaxWithLoss)
-def _weigh_adaptive(criterion: Any, output: Any, *targets: Any) -> Tensor:
+def _weigh_adaptive(criterion: Any, output: object, *targets: Any) -> Tensor:
     return _pairs(target=targets[0])
 
 
@@ -273,7 +275,7 @@ FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
 @loss_weight.register(types.FunctionType)
 @loss_weight.register(types.BuiltinFunctionType)
 @loss_weight.register(functools.partial)
-def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
+def _weigh_function(criterion: object, output: Any, *targets: object, **kwargs: Any) -> Tensor:
     function, arguments, settings = unwrap(criterion)
     if not isinstance(function, FUNCTIONS) or function not in RULES:
         weigh = loss_weight.dispatch(object) if function is criterion else loss_weight
@@ -290,7 +292,7 @@ def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -
 _GENERAL = {loss_weight.dispatch(object), loss_weight.dispatch(types.FunctionType), *_FORMS}
 
 
-def unwrap(criterion: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def unwrap(criterion: object) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Returns the function inside nested partials, with their positional and keyword arguments."""
     if not isinstance(criterion, functools.partial):
         return criterion, (), {}
@@ -309,7 +311,7 @@ def find_torch_loss(criterion: Any) -> Rule | None:
     return form if module is not None and type(function).forward is module.forward else None
 
 
-def is_known(criterion: Any) -> bool:
+def is_known(criterion: object) -> bool:
     """Returns True if :func:`loss_weight` has a rule for ``criterion``."""
     return (
         find_torch_loss(criterion) is not None
@@ -324,7 +326,7 @@ def has_sum(criterion: Any) -> bool:
     return function is not None and function is not F.ctc_loss
 
 
-def _name(criterion: Any) -> str:
+def _name(criterion: object) -> str:
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
@@ -347,7 +349,7 @@ def reduction_of(criterion: Any) -> str:
     return str(getattr(function, "reduction", "mean")) if is_known(criterion) else "mean"
 
 
-def reduction_in(settings: dict[str, Any]) -> str:
+def reduction_in(settings: dict[str, object]) -> str:
     """Returns the reduction that keyword arguments select, including the deprecated
     ``size_average=`` and ``reduce=``.
     """

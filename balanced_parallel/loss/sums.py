@@ -288,7 +288,7 @@ def _check_weight(weight: object) -> None:
         )
 
 
-def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
+def map_weights(function: Callable[[Any], object], weights: Any) -> Any:
     """Applies ``function`` to each weight.
 
     Sequences become lists, and mappings and dataclasses dicts.
@@ -302,7 +302,7 @@ def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
     return {name: map_weights(function, weight) for name, weight in entries}
 
 
-def flat_weights(weights: Any) -> list[float]:
+def flat_weights(weights: object) -> list[float]:
     """Returns a weight, or the weights in a structure, as one list of numbers."""
     leaves: list[Any] = []
     map_weights(leaves.append, weights)
@@ -329,13 +329,13 @@ def is_structure(value: object) -> bool:
     return isinstance(value, (Mapping, list, tuple))
 
 
-def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any:
+def merge(parts: Sequence[object], together: Callable[[list[LossSum]], Any]) -> Any:
     """Returns ``together(sums)`` of all replicas for each loss that the criterion returns, in the
     same structure.
     """
     form = next((part for part in parts if not isinstance(part, LossSum)), None)
 
-    def fill(part: Any) -> Any:  # a replica without rows has one sum for all losses
+    def fill(part: object) -> Any:  # a replica without rows has one sum for all losses
         return containers.map_leaves(lambda _: part, form) if isinstance(part, LossSum) else part
 
     return containers.zip_leaves(
