@@ -418,7 +418,7 @@ class SumNotes(TorchFunctionMode):
                 return False
         return is_unknown
 
-    def _call(self, func: Any, args: object, kwargs: Any, *results: Any) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""
         call = self._describe(func, args, kwargs)
         if func in RULES and call.level == _OF_ROWS:
