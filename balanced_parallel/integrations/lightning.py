@@ -10,9 +10,8 @@ Lightning keeps its loop and its hooks, and a :class:`TrainStep` makes the gradi
     optimizer_step     that of Lightning: clipping, scaler, optimizer, schedulers
 """
 
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -23,8 +22,7 @@ from ..batch.outputs import PerReplica, detach_outputs, join
 from ..batch.rows import count_rows, move_leaves, take
 from ..loss.copies import ShardLoss
 from ..loss.criterion import DataParallelCriterion
-from ..loss.kinds import MeansInside, OneCount
-from ..loss.means import FoundMeans, UnknownMeanError, note_sums
+from ..loss.means import UnknownMeanError
 from ..optim.balanced import refuse_closures
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import ModuleTree
@@ -39,43 +37,51 @@ Output = dict[str, Any]  # The result of training_step, with the loss.
 Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
 
 
+class StepResult(NamedTuple):
+    """The loss of a shard. Lightning gets the rest after the update."""
+
+    loss: Any
+    rest: tuple[int, Output, Logged]
+
+
 class StepTask(nn.Module):
-    """Calls ``training_step`` of a module on a shard, and notes the sums of its loss."""
+    """Calls ``training_step`` of a module on a shard."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(
-        self, inputs: tuple[object, ...], scale: Tensor | float, is_split: bool
-    ) -> FoundMeans:
-        """Returns the loss, times ``scale``. ``is_split`` tells that the update has other rows."""
+    def forward(self, inputs: tuple[object, ...]) -> StepResult:
+        """Returns the loss, and the rows with what else the step has returned and logged."""
         # The first of two passes leaves no trace.
         module = self.module if torch.is_grad_enabled() else twin(self.module)
         updates = count_updates(module)
-        rows = count_rows(inputs) or 1
-        output: Output = {}
         logged: Logged = []
-
-        def compute(scale: Tensor | float) -> Any:
-            output.update(run(module, inputs, logged))
-            loss = output.get("loss")
-            return loss if loss is None else loss * scale
-
-        # Arguments of a partial are constants.
-        task = functools.partial(compute, scale)
-        noted = note_sums(ShardLoss(task, rows, (), (), {}), is_split=is_split)
+        output = run(module, inputs, logged)
         if current_replica() and updates != count_updates(module):
             raise TypeError(
                 "training_step updates a torchmetrics.Metric, of which each replica has a copy, expected none with several "
                 "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
             )
+        loss = output.get("loss")
         logged = [
-            (name, None if is_loss(value, output["loss"]) else value, *more)
-            for name, value, *more in logged
+            (name, None if is_loss(value, loss) else value, *more) for name, value, *more in logged
         ]
-        rest = rows, {**output, "loss": None}, logged
-        return FoundMeans(noted, inputs, rest)
+        return StepResult(loss, (count_rows(inputs) or 1, {**output, "loss": None}, logged))
+
+
+class StepLoss(nn.Module):
+    """Returns the loss that a step has computed, times the scale of a scaler."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, result: StepResult) -> Any:
+        """Returns the loss of a shard."""
+        return result.loss if result.loss is None else result.loss * self.scale
 
 
 def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> Output:
@@ -96,10 +102,10 @@ def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> Output:
     return output if isinstance(output, dict) else {"loss": output}
 
 
-def is_loss(value: object, loss: Tensor) -> bool:
+def is_loss(value: object, loss: Any) -> bool:
     """Returns True if a logged value is that of the loss."""
     if isinstance(value, Tensor):
-        return value.data_ptr() == loss.data_ptr()
+        return isinstance(loss, Tensor) and value.data_ptr() == loss.data_ptr()
     return type(value) is float and str(value) == str(loss.item())
 
 
@@ -119,17 +125,6 @@ def twin(module: nn.Module) -> nn.Module:
             if isinstance(child, Metric):
                 setattr(part, name, child.clone())
     return copied
-
-
-class StepCriterion(DataParallelCriterion):
-    """Brings the means of all shards together. Its function computes the loss of halves of some."""
-
-    def learn(self, row: ShardLoss) -> None:
-        """Learns from a row whether the sums have one count, which one pass is enough for."""
-        formula = note_sums(row).formula
-        mean = formula.mean_of(formula.losses)
-        if isinstance(self.kind, MeansInside) and mean is not None:
-            self.kind = OneCount(self.kind.settings, self.kind.reduction, mean.bound)
 
 
 class NoOptimizer(torch.optim.Optimizer):
@@ -160,6 +155,7 @@ class ExactSteps(Strategy):
         # rows, output and logged values of each shard of this window
         self._results: list[tuple[int, Output, Logged]] = []
         self._step: TrainStep | None = None
+        self._loss = StepLoss()
         module: Any = self.lightning_module
         if not module.automatic_optimization or module._compiler_ctx is not None:
             raise TypeError(
@@ -176,24 +172,19 @@ class ExactSteps(Strategy):
         # Lightning calls it between forward and backward, and a TrainStep clears itself.
         vars(module)["optimizer_zero_grad"] = lambda *arguments: None
 
-    def _make_step(self, inputs: tuple[object, ...], is_split: bool) -> TrainStep:
+    def _make_step(self, inputs: tuple[object, ...]) -> TrainStep:
         for user in self.optimizers:
             refuse_closures(type(user), type(self).__name__)
-        criterion = StepCriterion(self._loss_of_rows)
-        if is_split:
-            with torch.no_grad():
-                criterion.learn(ShardLoss(self._loss_of_rows, 1, take(inputs, range(1)), (), {}))
+        criterion = DataParallelCriterion(self._loss)
+        task = StepTask(twin(self.lightning_module).eval())
+        row = move_leaves(take(inputs, range(1)), self.root_device)
+        criterion.learn(ShardLoss(lambda *row: task(row).loss, 1, row, (), {}))
         optimizer = NoOptimizer(self.lightning_module.parameters(), {})
         return TrainStep(self._replicas, criterion, optimizer)
 
     def _keep_results(self, model: nn.Module, inputs: object, outputs: PerReplica) -> None:
         if torch.is_grad_enabled():
             self._results += [result.rest for result in detach_outputs(outputs, None)]
-
-    def _loss_of_rows(self, *inputs: object) -> Any:
-        """Returns the loss of some rows in evaluation mode, and leaves no trace."""
-        module = twin(self.lightning_module).eval()
-        return run(module, move_leaves(inputs, self.root_device), []).get("loss")
 
     def training_step(self, *inputs: object, **settings: object) -> Output:
         """Makes the gradients of a batch, after the last one those of the update.
@@ -202,7 +193,6 @@ class ExactSteps(Strategy):
         """
         module: Any = self.lightning_module
         batches = module.trainer.accumulate_grad_batches
-        is_split = batches * len(self._replicas.devices) * world_size() > 1
         loss = torch.zeros((), device=self.root_device)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.scale(loss + 1)
@@ -210,11 +200,12 @@ class ExactSteps(Strategy):
         is_last = not module.trainer.fit_loop._should_accumulate()
         try:
             with self.precision_plugin.train_step_context():
-                self._step = step = self._step or self._make_step(inputs, is_split)
+                self._step = step = self._step or self._make_step(inputs)
+                self._loss.scale.fill_(scale)
                 if is_last:
-                    loss = step((inputs, scale, is_split)) / scale
+                    loss = step((inputs,)) / scale
                 else:
-                    step.add((inputs, scale, is_split))
+                    step.add((inputs,))
         except UnknownMeanError as error:
             error.add_note(
                 "In a LightningModule, set automatic_optimization=False, and call a TrainStep with such a criterion in "

@@ -213,11 +213,10 @@ class LossOfSums(CoupledLoss):
         self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
         self._slopes: dict[Any, Tensor | None] = {}
-        # Shards of this update to compare: output and targets, marked; the number of rows, the
-        # dimension of the output, and the most rows to join.
+        # Shards of this update to compare: output and targets, marked; the number of rows, and the
+        # dimension of the output.
         self.samples: list[object] = []
         self._rows_checked = 0
-        self._most = ROWS_TOGETHER
 
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
@@ -311,7 +310,7 @@ class LossOfSums(CoupledLoss):
         """
         if not samples:
             return
-        pairs, sizes, (dim, *_), (most, *_) = zip(*samples, strict=True)
+        pairs, sizes, (dim, *_) = zip(*samples, strict=True)
         rows = sum(sizes)
         join = functools.partial(_join_rows, device=device, padding="[0]")
 
@@ -327,7 +326,7 @@ class LossOfSums(CoupledLoss):
                 for pair, size in zip(pairs, sizes, strict=True)
             ]
             pair = containers.zip_leaves(join, pairs)
-            while 2 * rows <= most and 2 * _size(pair) < BYTES_TOGETHER:
+            while 2 * rows <= ROWS_TOGETHER and 2 * _size(pair) < BYTES_TOGETHER:
                 pair = containers.zip_leaves(join, [pair, pair])
                 rows *= 2
             whole = run(pair, rows, halved=False)
@@ -444,7 +443,7 @@ class LossOfSums(CoupledLoss):
         statistics = self._run(_halves(whole), targets)
         if _size(pair) * world_size() > BYTES_TOGETHER:
             return self._run([whole], targets) + statistics
-        sample = pair, rows, output.dim, self._most
+        sample = pair, rows, output.dim
         self.samples.append(map_marked(_on_host, sample))
         return []
 

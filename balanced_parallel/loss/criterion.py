@@ -17,7 +17,15 @@ from ..replicas.replicas import Replicas
 from ..runtime.collectives import enter, explain_unwatched, mark_loss, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision, check_type, naming_arguments
-from .copies import Calls, Checks, Criterion, CriterionCopies, OwnCollectives, shards_of_targets
+from .copies import (
+    Calls,
+    Checks,
+    Criterion,
+    CriterionCopies,
+    OwnCollectives,
+    ShardLoss,
+    shards_of_targets,
+)
 from .kinds import Divisor, Kind, kind_of
 from .rules import find_torch_loss
 from .sums import is_structure
@@ -160,6 +168,10 @@ class DataParallelCriterion(nn.Module):
     def reduction(self) -> str:
         """The reduction of the criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``."""
         return self.kind.reduction
+
+    def learn(self, row: ShardLoss) -> None:
+        """Learns from a row whether one pass is enough for the loss."""
+        self.kind = self.kind.learned_from(row)
 
     def follow_reduction(self) -> Kind:
         """Returns the kind of the loss: another one if ``module.reduction`` was set."""

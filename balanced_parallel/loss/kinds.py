@@ -37,7 +37,7 @@ from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .entries import add_means
 from .inside import ForwardNotes, note_again
-from .means import ExactLossOfMeans, LossOfMeans, single_mean
+from .means import ExactLossOfMeans, LossOfMeans, note_sums, single_mean
 from .rules import (
     add_loss,
     counts_classes,
@@ -127,6 +127,10 @@ class Kind(abc.ABC):
 
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> "Kind":
         """Returns the kind for the next batch. ``loss`` is that of an update of two passes."""
+        return self
+
+    def learned_from(self, row: ShardLoss) -> "Kind":
+        """Returns the kind for a loss that a row has shown."""
         return self
 
     def exact(self) -> "Kind":
@@ -464,6 +468,13 @@ class MeansInside(_OfRows, _OfTwoPasses):
         if isinstance(loss, LossOfMeans) and loss.mean is not None:
             return OneCount(self.settings, self.reduction, loss.mean.bound)
         return super().learned(copies)
+
+    @torch.no_grad()
+    def learned_from(self, row: ShardLoss) -> Kind:
+        """Returns the kind for a loss that a row has shown."""
+        formula = note_sums(row, is_split=False).formula
+        mean = formula.mean_of(formula.losses)
+        return self if mean is None else OneCount(self.settings, self.reduction, mean.bound)
 
     def exact(self) -> Kind:
         """Returns a kind of two passes in every update, whose sums are exact."""

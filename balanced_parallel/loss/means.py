@@ -80,17 +80,6 @@ class Noted(NamedTuple):
         return [add_up([value], device) for value in values]
 
 
-class FoundMeans(NamedTuple):
-    """The output of a model that computes the loss itself, and what was noted in it.
-
-    Its sums are compared with those of the criterion for halves of ``inputs``.
-    """
-
-    noted: Noted
-    inputs: tuple[object, ...]
-    rest: Any = None  # The model returns it too.
-
-
 class Additive:
     """A criterion whose output is the module that it calls."""
 
@@ -108,8 +97,6 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     Raises:
         UnknownMeanError: with ``is_split``, if a loss is not a function of sums over the rows.
     """
-    if isinstance(shard.output, FoundMeans):
-        return shard.output.noted
     criterion, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
     targets = shard.targets, shard.kwargs
     notes: SumNotes = shard.notes or SumNotes()
@@ -368,8 +355,7 @@ class LossOfMeans(LossOfSums):
         nothing = shard.nothing()
         if not shard.rows:
             return ShardStatistics({}, None, nothing)
-        calls_model = isinstance(shard.criterion, Additive) or isinstance(shard.output, FoundMeans)
-        calls_model = calls_model or shard.notes is not None
+        calls_model = isinstance(shard.criterion, Additive) or shard.notes is not None
         if self._is_first_pass and not calls_model:
             # Losses have a graph, and values to log have none.
             with torch.enable_grad():
@@ -444,9 +430,6 @@ class LossOfMeans(LossOfSums):
 
     def _sample(self, output: PerReplica, shard: Shard) -> None:
         refuse_coupled(self.copies.criterion)
-        if isinstance(output[0], FoundMeans):
-            output = output.map(lambda result: result.inputs)
-            self._most = ROWS_TO_CHECK  # The model runs on them.
         super()._sample(output, shard)
 
     def compare_sums(self, samples: Sequence[dict[Any, Tensor]], times: int = 1) -> None:
