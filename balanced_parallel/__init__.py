@@ -13,7 +13,7 @@ their imports take seconds. Training does without them.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import savings
 from .batch.by_cost import ByCost
@@ -83,15 +83,19 @@ def __getattr__(name: str) -> Any:
     """Loads the module of a public name at its first use."""
     if name == "memory":
         return importlib.import_module(".memory", __name__)
-    if name == "sum_over_rows":  # An AttributeError would be another error in an import.
-        raise ImportError(
-            "sum_over_rows is gone, expected SumOverRows: write self.add = SumOverRows() in the module and self.add(x.sum(0)) in "
-            "its forward; give DataParallelCriterion(function, sums_rows=True) for a function that calls one"
-        )
+    if name == "sum_over_rows":  # A program that imports it may not call it.
+        return _refuse_sum_over_rows
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_PLACES[name], __name__), name)
     return value
+
+
+def _refuse_sum_over_rows(*arguments: object) -> NoReturn:
+    raise TypeError(
+        "sum_over_rows is gone, expected SumOverRows: write self.add = SumOverRows() in the module and self.add(x.sum(0)) in "
+        "its forward; give DataParallelCriterion(function, sums_rows=True) for a function that calls one"
+    )
 
 
 def __dir__() -> list[str]:

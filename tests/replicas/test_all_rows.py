@@ -381,7 +381,7 @@ def test_a_function_on_ranks_says_that_it_sums_rows():
 
 
 def test_the_old_function_says_what_to_write():
-    with pytest.raises(ImportError, match=r"expected SumOverRows: write self.add = SumOverRows"):
+    with pytest.raises(TypeError, match=r"expected SumOverRows: write self.add = SumOverRows"):
         balanced_parallel.sum_over_rows(torch.ones(1))
 
 
