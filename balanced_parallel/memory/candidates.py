@@ -25,7 +25,7 @@ from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
 from .problem import Request
 from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
-from .trace.layouts import LAYOUTS, trained
+from .trace.layouts import LAYOUTS, OptimizerChoice, trained
 from .trace.stacks import find_repeated
 from .trace.tracer import try_traces
 
@@ -439,6 +439,29 @@ class Search:
             self._groups.append([(ON_HOST,)])
         self._least = layouts[-1]
         self._traffic = min(option.traffic(1) for option in self._make(layouts))
+        self._leave_out_large()
+
+    def _leave_out_large(self) -> None:
+        """Leaves out layouts whose tensors leave less than a fifth of a device: temporaries of an
+        update take as much.
+
+        On one device a fused optimizer, which has none, comes before the host. The last layout is
+        traced in any case.
+        """
+        module = self.request.module
+        optimizer = self.request.optimizer
+        learned = trained(module.parameters())
+        size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
+        state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
+        share = 1.0 if len(self.capacity) == 1 else 0.8
+        *others, _ = itertools.chain(*self._groups)
+        for option in self._make(others):
+            held = size + state // (option.request.devices if option.request.balanced else 1)
+            if held > share * max(self.capacity):
+                self._groups[0].remove(option.savings)
+                self.skipped[option.name] = (
+                    f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
+                )
 
     def run(self) -> None:
         """Traces options. If none fits, optimizers with less state are traced as well."""
