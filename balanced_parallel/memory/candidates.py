@@ -404,7 +404,7 @@ class Search:
 
     Attributes:
         choices: the options that were traced.
-        skipped: names of options that could not be traced, with the reasons.
+        skipped: names of options that were not or could not be traced, with the reasons.
 
     Args:
         request: the plain program.
@@ -467,7 +467,8 @@ class Search:
         """Traces options. If none fits, optimizers with less state are traced as well."""
         ladders = self._ladders()
         self._ways = len([*self.untried(), *self._suited("optimizer")])
-        if any(self._climb(layouts, ladder) for ladder in ladders for layouts in self._groups):
+        groups = [layouts for layouts in self._groups if layouts]
+        if any(self._climb(layouts, ladder) for ladder in ladders for layouts in groups):
             return
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
         for option in self._make(
