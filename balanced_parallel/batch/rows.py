@@ -541,6 +541,13 @@ class ParallelModel(nn.Module):
         if self.noting is None and not any(map(is_compiled, self.modules())):
             self.noting = noting
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy gets: no forwards of this model."""
+        state: dict[str, Any] = {**super().__getstate__()}
+        for name in ("latest", "batch"):
+            state.pop(name, None)
+        return state
+
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
         """Runs marked rows on the first device of this process."""
         raise NotImplementedError

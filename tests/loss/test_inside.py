@@ -371,3 +371,13 @@ def test_targets_beside_a_loss_of_the_model_are_refused():
     criterion = DataParallelCriterion(lambda output, labels: output.loss)
     with pytest.raises(UnknownMeanError, match="a criterion of the output alone"):
         criterion(outputs, inputs[1])
+
+
+@pytest.mark.parametrize("way", ["by hand", None])
+def test_a_model_can_be_copied_after_its_loss_was_noted(way):
+    net, *inputs = problem("root")
+    model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    losses = train(model, criterion, optimizer, tuple(inputs), way, updates=1)
+    for copied in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        assert criterion(copied(*inputs)).item() == pytest.approx(losses[0])
