@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..batch import containers
 from ..replicas.all_rows import sum_over_rows
 from ..runtime.devices import move
-from ..runtime.torch_private import base_of, is_same, storage_id, versions
+from ..runtime.torch_private import base_of, is_same, is_sharded, storage_id, versions
 from .entries import values_to_log
 from .rules import RULES, arguments_of, divisor, reduction_in
 from .sums import weighted_sum, widen, zero_of
@@ -343,6 +343,8 @@ class SumNotes(TorchFunctionMode):
         self.has_unknown_count = False
         self._operations: list[Operation] = []
         self._outside: dict[int, Tensor] = {}
+        self._of_model: set[int] = set()
+        self._has_shards = False
         self._numbers = itertools.count()
         self._has_graph = True
         self._knows_numbers = True  # No value of the batch is a Python number.
@@ -378,9 +380,14 @@ class SumNotes(TorchFunctionMode):
         return self
 
     def of_model(self, parameters: Iterable[Tensor]) -> Self:
-        """Tells parameters that the criterion does not have itself."""
+        """Tells parameters that the criterion does not have itself.
+
+        If some are shards, those that are whole in the forward are freed behind it.
+        """
         for parameter in parameters:
             self._capture(parameter)
+            self._has_shards = self._has_shards or is_sharded(parameter)
+        self._of_model = {*self._outside}
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -746,6 +753,12 @@ class SumNotes(TorchFunctionMode):
         structure = containers.map_leaves(place, result)
         entries = dict(containers.leaves(structure))
         places = places_behind(entries.values(), self._operations)
+        if self._has_shards and places & (self._outside.keys() - self._of_model):
+            raise ValueError(
+                "the loss of a model uses parameters that FSDP2 has gathered, as a penalty does, expected a backward of its own "
+                "for them: loss.backward(), then penalty(model.module).backward(); in TrainStep, parameter.register_hook adds a "
+                "derivative"
+            )
         statistics = [each for each in self.statistics if each.number in places]
         formula = Formula(
             structure,
