@@ -83,9 +83,9 @@ def _last_reasons(comparison: Comparison, error_of_loss: float) -> list[str]:
     limit = comparison.limit
     if any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensors_in(plain.output)):
         return [
-            "the model computes its own loss, whose divisor is unknown or is not weight=: give DataParallelCriterion weight=, a "
-            "function (output, *targets) -> scalar that returns the divisor of its mean, and pass the targets to the criterion "
-            "too; compute a loss of several parts, as with a router loss, in the criterion (docs/recipes/transformers.md)"
+            "the model computes its own loss, whose divisor is not weight=: give DataParallelCriterion a function of the output "
+            "alone, as lambda output: output.loss, without weight= and targets; or the divisor of its mean as weight=; compute a "
+            "loss of several parts, as with a router loss, in the criterion (docs/recipes/transformers.md)"
         ]
     # The tolerance hides many a wrong loss, whose gradients are over it.
     is_half = plain.dtype.itemsize < 4

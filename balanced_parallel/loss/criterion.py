@@ -61,7 +61,8 @@ class DataParallelCriterion(nn.Module):
             returns a divisor for each, in the same structure. Or a mapping or sequence of functions
             ``(*targets) -> scalar``, one for each mean: :class:`TrainStep` counts targets before
             the first micro-batch. A criterion that is a function of sums and means over the rows
-            needs none.
+            needs none, nor does a loss that the model has computed, if the criterion gets nothing
+            but the output: ``lambda output: output.loss``.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
         minimum: lower bound of the divisor, for a criterion that divides by ``max(count,
