@@ -223,9 +223,9 @@ def test_one_count_for_a_loss_of_several_parts_is_named(head, weight):
     report = verify(*with_own_loss(head, weight), device_ids=CPUS)
     assert not report.equal
     assert report.reasons == (
-        "the model computes its own loss, whose divisor is unknown or is not weight=: give DataParallelCriterion weight=, a "
-        "function (output, *targets) -> scalar that returns the divisor of its mean, and pass the targets to the criterion too; "
-        "compute a loss of several parts, as with a router loss, in the criterion (docs/recipes/transformers.md)",
+        "the model computes its own loss, whose divisor is not weight=: give DataParallelCriterion a function of the output "
+        "alone, as lambda output: output.loss, without weight= and targets; or the divisor of its mean as weight=; compute a "
+        "loss of several parts, as with a router loss, in the criterion (docs/recipes/transformers.md)",
     )
 
 
