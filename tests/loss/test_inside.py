@@ -69,6 +69,13 @@ class Language(nn.Module):
         if self.more == "contrastive":
             pooled = hidden.mean(1)
             loss = loss + F.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)))
+        if self.more == "no graph":
+            with torch.no_grad():
+                size = (2 * loss).sqrt()
+            loss = loss / size + hidden.square().mean()
+        if self.more == "neighbours":
+            pooled = hidden.mean(1)
+            loss = loss + (pooled - pooled.roll(1, 0)).square().mean()
         if self.more == "hardest":
             loss = loss + logits.square().mean((1, 2)).topk(min(4, len(logits))).values.mean()
         return loss
@@ -136,7 +143,7 @@ def test_the_loss_of_a_model_is_exact(more, way, devices):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("more", ["contrastive", "hardest"])
+@pytest.mark.parametrize("more", ["contrastive", "hardest", "neighbours"])
 @pytest.mark.parametrize("devices", [2, 7])
 def test_a_loss_whose_rows_depend_on_each_other_is_refused(more, way, devices):
     net, *inputs = problem(more)
@@ -144,6 +151,16 @@ def test_a_loss_whose_rows_depend_on_each_other_is_refused(more, way, devices):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(UnknownMeanError, match="add up|not a function of sums"):
         train(model, DataParallelCriterion(loss_inside), optimizer, tuple(inputs), way)
+
+
+def test_an_operation_without_a_graph_is_exact_by_hand_and_refused_in_two_passes():
+    losses, _ = expected_of("no graph")
+    net, *inputs = problem("no graph")
+    model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert train(model, criterion, optimizer, tuple(inputs), "by hand") == pytest.approx(losses)
+    with pytest.raises(UnknownMeanError, match=r"torch.no_grad\(\) block in the model's forward"):
+        train(model, DataParallelCriterion(loss_inside), optimizer, tuple(inputs), 2)
 
 
 def updates_on_ranks(rank, more, sizes, way, strategy):
