@@ -112,7 +112,7 @@ class PerReplica(list[Any], containers.Leaf):
         return cls(outputs, sizes, dim)
 
     def check_rows(self, outputs: Sequence[Any], rows: int | None) -> None:
-        """Raises ``ValueError`` if they were made :meth:`of` a plain list without the rows of the
+        """Raises ``ValueError`` if ``outputs`` are a plain list, whose rows are not those of the
         targets.
         """
         has_sizes = isinstance(outputs, PerReplica) and outputs.has_sizes

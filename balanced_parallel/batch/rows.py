@@ -549,7 +549,7 @@ class ParallelModel(nn.Module):
         return state
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
-        """Runs marked rows on the first device of this process."""
+        """Runs rows on the first device of this process."""
         raise NotImplementedError
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

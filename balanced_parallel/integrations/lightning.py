@@ -172,13 +172,14 @@ class ExactSteps(Strategy):
         # Lightning calls it between forward and backward, and a TrainStep clears itself.
         vars(module)["optimizer_zero_grad"] = lambda *arguments: None
 
-    def _make_step(self, inputs: tuple[object, ...]) -> TrainStep:
+    def _make_step(self, inputs: tuple[object, ...], *, is_split: bool) -> TrainStep:
         for user in self.optimizers:
             refuse_closures(type(user), type(self).__name__)
         criterion = DataParallelCriterion(self._loss)
-        task = StepTask(twin(self.lightning_module).eval())
-        row = move_leaves(take(inputs, range(1)), self.root_device)
-        criterion.learn(ShardLoss(lambda *row: task(row).loss, 1, row, (), {}))
+        if is_split:
+            task = StepTask(twin(self.lightning_module).eval())
+            row = move_leaves(take(inputs, range(1)), self.root_device)
+            criterion.learn(ShardLoss(lambda *row: task(row).loss, 1, row, (), {}))
         optimizer = NoOptimizer(self.lightning_module.parameters(), {})
         return TrainStep(self._replicas, criterion, optimizer)
 
@@ -193,6 +194,7 @@ class ExactSteps(Strategy):
         """
         module: Any = self.lightning_module
         batches = module.trainer.accumulate_grad_batches
+        is_split = batches * len(self._replicas.devices) * world_size() > 1
         loss = torch.zeros((), device=self.root_device)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.scale(loss + 1)
@@ -200,7 +202,7 @@ class ExactSteps(Strategy):
         is_last = not module.trainer.fit_loop._should_accumulate()
         try:
             with self.precision_plugin.train_step_context():
-                self._step = step = self._step or self._make_step(inputs)
+                self._step = step = self._step or self._make_step(inputs, is_split=is_split)
                 self._loss.scale.fill_(scale)
                 if is_last:
                     loss = step((inputs,)) / scale

@@ -89,10 +89,10 @@ class ForwardNotes:
         """Returns the output of :meth:`call`, and the notes. They are None if there is no sum."""
         if not isinstance(output, NotedOutput):
             return output, None
-        noted = output.notes
-        before = containers.tensors_in(noted.output)
-        noted.notes.replace(output.sums, before, containers.tensors_in(output.output))
-        return output.output, noted.notes if noted.notes.statistics else None
+        notes = output.notes.notes
+        before = containers.tensors_in(output.notes.output)
+        notes.replace(output.sums, before, containers.tensors_in(output.output))
+        return output.output, notes if notes.statistics else None
 
 
 def note_again(outputs: PerReplica) -> None:
@@ -104,6 +104,8 @@ def note_again(outputs: PerReplica) -> None:
     for number, forward in enumerate(model.latest if model else ()):
         if model and forward.outputs() is outputs and forward.noting is None:
             model.note(ForwardNotes())
+            if model.noting is None:  # Another run of a compiled module would show nothing.
+                return
             with without_trace(model.module, model.devices):
                 model.run_again(number, outputs)
 
@@ -152,52 +154,50 @@ def run_rows(
     These are fewer if they have more bytes, but as many as those of the forward. All ranks call
     this.
     """
-    (first, *_), (last, *_), (both, *_) = sample.parts
-    targets = [of_rows for _, of_rows in sample.parts]
+    device = model.devices[0]
+    update = UpdateRandom(seed=0)  # Each row draws the same numbers alone and beside others.
+    parts = [*sample.parts]
+    rows_of_parts = [[0], [1], [0, 1]]
 
     def run(
-        arguments: Arguments, count: int, drawing: Callable[[], AbstractContextManager[None]]
+        inputs: Arguments, count: int, drawing: Callable[[], AbstractContextManager[None]]
     ) -> PerReplica:
         with without_trace(model.module, model.devices), drawing():
-            return model.run_alone(sample.method, arguments, count)
+            return model.run_alone(sample.method, inputs, count)
 
-    def repeat(count: int) -> Arguments:
-        return take(both, [row % 2 for row in range(count)], sample.dim)
+    def run_repeated(count: int, drawing: Callable[[], AbstractContextManager[None]]) -> PerReplica:
+        inputs, _ = take(sample.parts[-1], [row % 2 for row in range(count)], sample.dim)
+        return run(inputs, count, drawing)
 
-    device = model.devices[0]
-    if sample.is_joined:
-        for arguments, count, of_rows in zip((first, last, both), (1, 1, 2), targets, strict=True):
-            yield run(arguments, count, nullcontext), of_rows
-        return
-    size = sum(tensor.nbytes for tensor in containers.tensors_in(run(first, 1, nullcontext)[0]))
-    if size * most > most_bytes:
-        most = min(most, max(sample.rows, 2))
-    most -= most % 2
-    update = UpdateRandom(seed=0)  # Each row draws the same numbers alone and beside others.
     try:
-        draws = _find_draws(
-            lambda count, drawing: run(repeat(count), count, drawing), update, device
-        )
-        targets[-1] = take(targets[-1], [row % 2 for row in range(most)], sample.dim)
-        parts = (first, [0]), (last, [1]), (repeat(most), [0, 1] * (most // 2))
-        for (arguments, rows), of_rows in zip(parts, targets, strict=True):
-            forward = Forward(update, rows, device, draws, {}) if draws else None
-            drawing = forward.drawing if forward else nullcontext
-            yield run(arguments, len(rows), drawing), of_rows
+        draws: Sequence[Draw] = ()
+        if not sample.is_joined:
+            (row,) = run_repeated(1, nullcontext)
+            size = sum(tensor.nbytes for tensor in containers.tensors_in(row))
+            if size * most > most_bytes:
+                most = min(most, max(sample.rows, 2))
+            rows_of_parts[-1] = [0, 1] * (most // 2)
+            parts[-1] = take(parts[-1], rows_of_parts[-1], sample.dim)
+            draws = _find_draws(run_repeated, update, device)
+        for (inputs, targets), rows in zip(parts, rows_of_parts, strict=True):
+            drawing: Callable[[], AbstractContextManager[None]] = nullcontext
+            if draws:
+                drawing = Forward(update, rows, device, draws, {}).drawing
+            yield run(inputs, len(rows), drawing), targets
     finally:
         update.end()
 
 
 def _find_draws(
-    run: Callable[..., object], update: UpdateRandom, device: torch.device
+    run_repeated: Callable[..., object], update: UpdateRandom, device: torch.device
 ) -> Sequence[Draw]:
     """Returns the draws of random numbers in a forward. There are none if they cannot follow rows."""
     try:
         two, three = (Forward(update, range(count), device, None, {}) for count in (2, 3))
-        run(2, two.drawing)
+        run_repeated(2, two.drawing)
         if len(two.drawn) == 1:  # The last one is the end.
             return ()
-        run(3, three.drawing)
+        run_repeated(3, three.drawing)
         return find_draws(two, three)
     except torch.OutOfMemoryError:
         raise

@@ -240,7 +240,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         return PerReplica(outputs, sizes, self.out_dims)
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
-        """Runs marked rows on the first device."""
+        """Runs rows on the first device."""
         return self._run_shards(
             [Shard(arguments, NOTHING, range(rows), rows, self.devices[0])], method
         )

@@ -184,7 +184,7 @@ class RankModel(ParallelModel):
         raise NotImplementedError
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
-        """Runs marked rows on this rank. All ranks call this."""
+        """Runs rows on this rank. All ranks call this."""
         return self._watched_run(method, arguments, rows, in_step=True)
 
     def _note_whole(self, *_: object) -> None:

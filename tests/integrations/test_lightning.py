@@ -234,6 +234,17 @@ def test_what_is_refused(make, message):
         fit(make(), BalancedStrategy(["cpu"] * 2))
 
 
+class Pairs(Classifier):
+    """A module whose loss needs two rows."""
+
+    def loss(self, batch, outputs):
+        return F.mse_loss(outputs[0], outputs[1])
+
+
+def test_one_shard_may_have_a_loss_that_needs_several_rows():
+    fit(Pairs(), BalancedStrategy(["cpu"]))
+
+
 def test_a_trainer_trains_one_module_after_the_other():
     trainer = fit(Classifier(), BalancedStrategy(["cpu"] * 2), 2)
     expected, module = Classifier(), Classifier()

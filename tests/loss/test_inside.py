@@ -392,6 +392,18 @@ def test_the_loss_of_a_compiled_model_is_refused():
         step(tuple(inputs))
 
 
+def test_a_compiled_model_with_a_number_runs_once():
+    net, inputs = Temperature(), torch.randn(7, 4)
+    model = DataParallelModel(net, ["cpu"])
+    model.compile(backend="eager")
+    model(inputs)  # The first forward may run the code of the module twice.
+    criterion = DataParallelCriterion(lambda output, scale: (output * scale).square().mean())
+    outputs = model(inputs)
+    entry = outputs[0]
+    criterion(outputs)
+    assert outputs[0] is entry
+
+
 def test_targets_beside_a_loss_of_the_model_are_refused():
     net, *inputs = problem("nothing")
     outputs = DataParallelModel(net, ["cpu"] * 2)(*inputs)
