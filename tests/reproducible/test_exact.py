@@ -27,7 +27,7 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-from balanced_parallel.training import exact
+from balanced_parallel.reproducible import exact
 
 ROWS, SIZE = 11, 2
 BITS = {"micro_batch_size": SIZE, "reproducible": "bits"}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, parallelize, simulate
-from balanced_parallel.training import exact
+from balanced_parallel.reproducible import exact
 
 ROWS = 11
 BITS = {"micro_batch_size": 2, "reproducible": "bits"}

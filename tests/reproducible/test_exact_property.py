@@ -14,7 +14,7 @@ from helpers.exact import (
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 
-from balanced_parallel.training import exact
+from balanced_parallel.reproducible import exact
 
 ONE = Layout()
 # Several threads of several ranks are slow where they share few cores.

@@ -24,14 +24,13 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..batch.containers import map_tensors
-from ..batch.rows import Cut, ParallelModel, Shard, move_leaves
-from ..loss.criterion import DataParallelCriterion
+from ..batch.rows import Shard, move_leaves
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_numbers, power_of_two, run_backward
 from ..optim.balanced import BalancedOptimizer, is_elementwise
@@ -40,9 +39,10 @@ from ..replicas.buckets import accumulate
 from ..runtime.devices import Devices
 from ..runtime.torch_private import foreach_multiply_
 from ..runtime.values import scaled
-from .settings import Settings
-from .sync import GradientSync, GroupReport, GroupSync, UpdateSync
-from .update import Accumulation, Arithmetic, BatchRun, Compute, Forwards, Limit, Reduced
+from ..training.settings import Settings
+from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync
+from ..training.update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
+from .numbered_rows import ArithmeticByRow
 
 _BITS = 52  # of the largest element of a gradient, and at least 44
 _LEAST_BITS = 12  # Each element has as many. A smaller one has another unit.
@@ -396,26 +396,29 @@ def _own_memory(shard: Shard) -> Shard:
     return shard._replace(inputs=inputs, targets=targets)
 
 
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Casts a weight in each use, in this block.
-
-    The cache is for leaves alone, so a weight with several uses would sum its gradients in another
-    dtype on the first device than on others.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
-class ExactArithmetic(Arithmetic):
+class ExactArithmetic(ArithmeticByRow):
     """Exact sums of groups of rows: their bits are the same on any number of devices and ranks."""
+
+    accumulation = ExactAccumulation
+    clip = staticmethod(clip_exactly)
+
+    @contextlib.contextmanager
+    def surround(self) -> Iterator[None]:
+        """Casts a weight in each use, in this block.
+
+        The cache is for leaves alone, so a weight with several uses would sum its gradients in another
+        dtype on the first device than on others.
+        """
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(before)
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer], micro_batch_size: object) -> None:
         """Raises ``ValueError`` for settings of a step whose bits depend on the layout."""
+        super().check(optimizers, micro_batch_size)
         whole = {*self.model.parameters(), *self.criterion.parameters()}
         names = sorted({_name_of(device) for device in self.model.devices})
         refused = ""
@@ -474,18 +477,8 @@ class ExactArithmetic(Arithmetic):
         }
 
 
-def choose_arithmetic(
-    reproducible: bool | Literal["bits"],
-    model: ParallelModel,
-    criterion: DataParallelCriterion,
-    cut: Cut | None,
-) -> Arithmetic:
-    """Returns the arithmetic of a step with this setting."""
-    if reproducible != "bits":
-        return Arithmetic(model, criterion, cut)
-    return ExactArithmetic(
-        model, criterion, cut, ExactAccumulation, clip_exactly, _without_autocast_cache
-    )
+# The arithmetic of a step by its setting ``reproducible``.
+ARITHMETIC = {True: ArithmeticByRow, "bits": ExactArithmetic}
 
 
 def _check_determinism(devices: Devices) -> None:
