@@ -60,7 +60,12 @@ DEFERRED = {
     },
 }
 TORCH_ONLY = [Path("loss/rules.py")]
-OTHER_TESTS = {"gpu", "helpers", "regressions"}  # Their files have other names than modules.
+OTHER_TESTS = {
+    "gpu",
+    "helpers",
+    "libraries",
+    "regressions",
+}  # Their files have other names than modules.
 
 
 def when_imported(tree):

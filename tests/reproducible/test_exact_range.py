@@ -70,7 +70,7 @@ def test_an_element_has_twelve_bits_at_least():
         total = exact.ExactSum()
         result = torch.zeros_like(gradient)
         total.add(gradient, *exact.magnitudes_of([gradient])[0])
-        total.write(result)
+        total.write(result, 1.0)
         assert_close(result, gradient, rtol=2.0**-11, atol=0)
 
 
