@@ -33,6 +33,10 @@ from .recording import (
 )
 from .report import VerificationReport
 
+_NO_TARGETS = (
+    "the entries of inputs= are arguments of the model, and there are no targets: for a batch of both, call "
+    "verify(model, criterion, inputs, targets)"
+)
 _WHOLE = "nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="
 WeightSetting = Callable[..., Any] | str | None
 
@@ -138,7 +142,12 @@ def verify(
         number = 0
         while number < 2 and max(errors.values()) <= limit:
             number += 1
-            loss = run_plain()
+            try:
+                loss = run_plain()
+            except TypeError as error:
+                if isinstance(inputs, tuple) and not batch[1]:
+                    error.add_note(_NO_TARGETS)
+                raise
             try:
                 split_loss = _run_step(split, step, inputs, targets)
             except (UnknownMeanError, TypeError) as error:  # The report has it, or a reason.

@@ -58,6 +58,16 @@ if TYPE_CHECKING:
 Surround = Callable[[], AbstractContextManager[object]]
 
 
+# What replaces a call of a loop by hand.
+_INSTEAD = {
+    "backward": "step(inputs, targets) runs the backward, and updates",
+    "eval": "call model.eval()",
+    "step": "step(inputs, targets) updates",
+    "train": "call model.train()",
+    "zero_grad": "leave it out, since each update begins without gradients",
+}
+
+
 def _check_norm(name: str, norm: Any) -> None:
     is_positive = isinstance(norm, (int, float)) and norm > 0
     if norm is True or not (norm is None or is_positive):
@@ -218,6 +228,14 @@ class TrainStep:
         check_optimizers(
             ParameterUpdate(each_optimizer(optimizer), self._trained), each_scheduler(scheduler)
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises ``AttributeError``, which says what replaces a call of a loop by hand."""
+            if name in _INSTEAD:
+                raise AttributeError(f"a TrainStep has no {name}(): {_INSTEAD[name]}")
+            return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:
         """Returns a line for the model, the criterion and the optimizers, and one for each setting."""
