@@ -3,7 +3,8 @@ batch.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -142,12 +143,8 @@ def verify(
         number = 0
         while number < 2 and max(errors.values()) <= limit:
             number += 1
-            try:
+            with _naming_targets(inputs, batch[1]):
                 loss = run_plain()
-            except TypeError as error:
-                if isinstance(inputs, tuple) and not batch[1]:
-                    error.add_note(_NO_TARGETS)
-                raise
             try:
                 split_loss = _run_step(split, step, inputs, targets)
             except (UnknownMeanError, TypeError) as error:  # The report has it, or a reason.
@@ -184,6 +181,17 @@ def verify(
         state_errors=state,
         warnings=tuple(filter(None, hidden)),
     )
+
+
+@contextmanager
+def _naming_targets(inputs: object, targets: tuple[object, ...]) -> Iterator[None]:
+    """Adds a note to an error of a batch whose targets are among its inputs."""
+    try:
+        yield
+    except TypeError as error:
+        if isinstance(inputs, tuple) and not targets:
+            error.add_note(_NO_TARGETS)
+        raise
 
 
 def _verify_bits(
