@@ -72,7 +72,7 @@ __all__ = [
     "weighted_mean",
 ]
 
-# What a name of other libraries is called here.
+# Names of other libraries, and what to use.
 _ELSEWHERE = {
     "BalancedDDPStrategy": "import it from balanced_parallel.integrations.lightning",
     "BalancedStrategy": "import it from balanced_parallel.integrations.lightning",

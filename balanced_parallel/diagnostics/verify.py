@@ -135,6 +135,7 @@ def verify(
             alone = _wrap_model(plain.module, model, wrapped.devices[:1], dim)
             plain_step = make_step(alone, wrap(plain.criterion, weight=weight), plain.optimizer)
             run_plain = partial(_run_step, plain, plain_step, inputs, targets)
+        run_plain = _naming_targets(inputs, batch[1])(run_plain)
         settings = {"optimizer": split.optimizer, "micro_batch_size": micro_batch_size}
         make_split = partial(make_step, wrapped, **settings)
         step = make_split(wrap(split.criterion, weight=weight))
@@ -143,8 +144,7 @@ def verify(
         number = 0
         while number < 2 and max(errors.values()) <= limit:
             number += 1
-            with _naming_targets(inputs, batch[1]):
-                loss = run_plain()
+            loss = run_plain()
             try:
                 split_loss = _run_step(split, step, inputs, targets)
             except (UnknownMeanError, TypeError) as error:  # The report has it, or a reason.

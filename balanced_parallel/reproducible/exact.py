@@ -54,7 +54,7 @@ _COMMUNICATES = (
     "reproducible='bits' with a module or a criterion that communicates with other ranks, expected one that does not: leave out "
     "its collectives"
 )
-# So many elements of a tensor are computed at a time. On the CPU they stay in its cache.
+# Elements of a tensor that are computed at a time. On the CPU they stay in its cache.
 _ELEMENTS = 2**22
 _ELEMENTS_ON_CPU = 2**16
 

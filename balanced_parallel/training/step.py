@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 Surround = Callable[[], AbstractContextManager[object]]
 
 
-# What replaces a call of a loop by hand.
+# Calls of a loop by hand, and their replacements.
 _INSTEAD = {
     "backward": "step(inputs, targets) runs the backward, and updates",
     "eval": "call model.eval()",
