@@ -10,7 +10,7 @@ import numbers
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -133,6 +133,9 @@ def check_cost(name: str, cost: object) -> None:
 
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
 class Precision:

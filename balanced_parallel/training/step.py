@@ -34,7 +34,14 @@ from ..runtime.torch_private import (
     versions,
     without_hooks,
 )
-from ..runtime.values import Precision, check_cost, check_type, naming_arguments, setting
+from ..runtime.values import (
+    Precision,
+    PrecisionName,
+    check_cost,
+    check_type,
+    naming_arguments,
+    setting,
+)
 from .forward_state import ForwardState
 from .optimizers import (
     Optimizers,
@@ -157,7 +164,7 @@ class TrainStep:
         optimizer: Optimizers,
         *,
         micro_batch_size: int | Literal["auto"] | None = None,
-        precision: str | Precision = "fp32",
+        precision: PrecisionName | Precision = "fp32",
         max_grad_norm: float | None = None,
         skip_above: float | None = None,
         scheduler: Schedulers | None = None,
