@@ -24,20 +24,18 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..batch.containers import map_tensors
-from ..batch.rows import Shard, move_leaves
+from .. import BalancedOptimizer
+from ..batch import containers
+from ..batch.rows import Shard
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_numbers, power_of_two, run_backward
-from ..optim.balanced import BalancedOptimizer, is_elementwise
+from ..optim.balanced import is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
-from ..runtime.devices import Devices
-from ..runtime.torch_private import foreach_multiply_
 from ..runtime.values import scaled
 from ..training.settings import Settings
 from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync
@@ -138,7 +136,8 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     norm = _norm([*map(_real, gradients)])
     factor = max_norm / (norm + 1e-6)  # nan if the norm is
     if not factor >= 1:
-        foreach_multiply_(gradients, factor)
+        for gradient in gradients:
+            gradient.mul_(factor)
     home = gradients[0].device if gradients else None
     return torch.tensor(norm, dtype=torch.float64, device=home)
 
@@ -180,7 +179,7 @@ class ExactAccumulation(Accumulation):
         weight_before: float,
     ) -> None:
         super().__init__(forwards, trained, sync, kind, limit, weight_before)
-        _check_determinism(forwards.model.devices)
+        _check_determinism(self._device)
         self._groups = sync
         self._rows = int(limit.value or 1)  # Rows of a group.
         self._trained = list(trained.values())
@@ -194,7 +193,7 @@ class ExactAccumulation(Accumulation):
         """Runs forward and backward of each group."""
         plan = self.plan(run)
         shards = itertools.chain(*plan)
-        targets = [move_leaves(shard.targets.inputs, None) for shard in shards]
+        targets = [shard.plain_targets() for shard in shards]
         kind = self.kind.of_batch(targets or run.batch.counted_targets, is_whole=run.is_whole)
         self._has_kind = True
         self._weights.append(kind.weight)
@@ -391,8 +390,7 @@ def _own_memory(shard: Shard) -> Shard:
     def copied(tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.device == shard.device else tensor
 
-    inputs: Any = map_tensors(copied, shard.inputs)
-    targets: Any = map_tensors(copied, shard.targets)
+    inputs, targets = containers.map_tensors(copied, (shard.inputs, shard.targets))
     return shard._replace(inputs=inputs, targets=targets)
 
 
@@ -481,10 +479,10 @@ class ExactArithmetic(ArithmeticByRow):
 ARITHMETIC = {True: ArithmeticByRow, "bits": ExactArithmetic}
 
 
-def _check_determinism(devices: Devices) -> None:
+def _check_determinism(device: torch.device) -> None:
     """Raises ``RuntimeError`` if kernels of GPUs may sum in any order."""
     is_set = torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
-    if devices[0].type == "cuda" and not is_set:
+    if device.type == "cuda" and not is_set:
         raise RuntimeError(
             "reproducible='bits' on GPUs, whose kernels may sum in any order, expected torch.use_deterministic_algorithms(True), "
             "torch.backends.cudnn.benchmark = False, and CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"
