@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "training": {"optim", "loss", "replicas", "batch", "runtime"},
     "strategies": {"training", "optim", "loss", "replicas", "batch", "runtime"},
     "data": {"batch", "runtime"},
-    "reproducible": {"training", "optim", "loss", "replicas", "batch", "runtime"},
+    "reproducible": {"strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "state": {"training", "optim", "runtime"},
     "memory": {
         "diagnostics",
@@ -448,12 +448,12 @@ SINGLE_IMPORTER = {
     "diagnostics.bits": "a public argument",
     "memory.allocator": "the rules of the allocator of torch",
     "memory.trace.doubles": "savings; the tracer runs updates",
+    "reproducible.groups": "sums over ranks",
     "reproducible.numbered_rows": "reproducible=True alone",
     "savings.evaluation": "a public name",
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",
     "strategies.launch": "the only reader of the environment",
-    "strategies.replicas": "one file per strategy",
 }
 
 

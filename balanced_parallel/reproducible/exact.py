@@ -37,9 +37,12 @@ from ..optim.balanced import is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
 from ..runtime.values import scaled
+from ..strategies.ddp import DDPSync
+from ..strategies.replicas import ReplicaSync
 from ..training.settings import Settings
-from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync
+from ..training.sync import GradientSync, UpdateSync
 from ..training.update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
+from .groups import DDPGroups, GroupReport, GroupSync, ReplicaGroups
 from .numbered_rows import ArithmeticByRow
 
 _BITS = 52  # of the largest element of a gradient, and at least 44
@@ -417,7 +420,8 @@ class ExactArithmetic(ArithmeticByRow):
     def check(self, optimizers: Sequence[torch.optim.Optimizer], micro_batch_size: object) -> None:
         """Raises ``ValueError`` for settings of a step whose bits depend on the layout."""
         super().check(optimizers, micro_batch_size)
-        whole = {*self.model.parameters(), *self.criterion.parameters()}
+        of_model = {*self.model.parameters()}
+        of_criterion = {*self.criterion.parameters()}
         names = sorted({_name_of(device) for device in self.model.devices})
         refused = ""
         if not isinstance(micro_batch_size, int):
@@ -440,7 +444,12 @@ class ExactArithmetic(ArithmeticByRow):
             refused = (
                 f"{' and '.join(names)}, expected devices of one kind: others round in another way"
             )
-        elif any(_depends_on_cut(optimizer, whole) for optimizer in optimizers):
+        elif of_model & of_criterion and len({*self.model.devices}) > 1:
+            refused = (
+                "a parameter that model and criterion share on several devices, expected it in the module alone: its gradients "
+                "are added in another order on one device"
+            )
+        elif any(_depends_on_cut(optimizer, of_model | of_criterion) for optimizer in optimizers):
             refused = (
                 "BalancedOptimizer(shard='elements') that is fused or has 16-bit parameters, whose rounding on the CPU depends "
                 "on the cut, expected shard='parameters'"
@@ -454,7 +463,13 @@ class ExactArithmetic(ArithmeticByRow):
 
     def opener(self, strategy: GradientSync) -> Callable[[], UpdateSync]:
         """Returns the function that opens an update of groups."""
-        return strategy.by_group()
+        if isinstance(strategy, DDPSync):
+            return lambda: DDPGroups(strategy, strategy.model)
+        if not isinstance(strategy, ReplicaSync):
+            raise ValueError(
+                "reproducible='bits' with strategy='fsdp', which sums gradients in every micro-batch, expected strategy='ddp'"
+            )
+        return lambda: ReplicaGroups(strategy.model, strategy.criterion)
 
     def prepare(self) -> Callable[[Shard], Shard]:
         """Returns the function that copies the tensors of a group."""
