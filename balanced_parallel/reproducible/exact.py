@@ -32,7 +32,7 @@ from .. import BalancedOptimizer
 from ..batch import containers
 from ..batch.rows import Shard
 from ..loss.kinds import Kind
-from ..loss.sums import LossSum, Weight, add_numbers, power_of_two, run_backward
+from ..loss.sums import LossSum, add_numbers, power_of_two, run_backward
 from ..optim.balanced import is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
@@ -40,7 +40,6 @@ from ..runtime.values import scaled
 from ..strategies.ddp import DDPSync
 from ..strategies.replicas import ReplicaSync
 from ..training.settings import Settings
-from ..training.sync import GradientSync, UpdateSync
 from ..training.update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
 from .groups import DDPGroups, GroupReport, GroupSync, ReplicaGroups
 from .numbered_rows import ArithmeticByRow
@@ -188,7 +187,7 @@ class ExactAccumulation(Accumulation):
         self._trained = list(trained.values())
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
-        self._weights: list[Weight] = []
+        self._weights: list[Tensor | float] = []
         self._sums: dict[torch.device, dict[Tensor, ExactSum]] = {}
         self._has_graph = False
 
@@ -461,7 +460,7 @@ class ExactArithmetic(ArithmeticByRow):
         """Returns the kind of a loss with exact sums."""
         return kind.exact()
 
-    def opener(self, strategy: GradientSync) -> Callable[[], UpdateSync]:
+    def opener(self, strategy: object) -> Callable[[], GroupSync]:
         """Returns the function that opens an update of groups."""
         if isinstance(strategy, DDPSync):
             return lambda: DDPGroups(strategy, strategy.model)
