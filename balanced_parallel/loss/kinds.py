@@ -32,14 +32,12 @@ from ..batch.rows import Batch, ParallelModel, move_leaves, parameters_of, sprea
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
-from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .entries import add_means
 from .inside import ForwardNotes, note_again
 from .means import ExactLossOfMeans, LossOfMeans, note_sums, single_mean
 from .rules import (
-    add_loss,
     counts_classes,
     find_torch_loss,
     has_sum,
@@ -71,8 +69,6 @@ Divisor = (
 )
 SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 _HOST = torch.device("cpu")
-
-add_loss(LinearCrossEntropy, linear_cross_entropy)
 
 
 class Kind(abc.ABC):

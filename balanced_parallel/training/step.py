@@ -326,10 +326,10 @@ class TrainStep:
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
         if self.cut is None:
-            return Batch(*self._mark(inputs, spread(targets)))
+            return Batch(*self._mark(inputs, targets))
         batch = self.cut.open(
             inputs,
-            spread(targets),
+            targets,
             self._mark,
             self.model.module.forward,
             unit=self._limit.unit,
@@ -342,13 +342,11 @@ class TrainStep:
             )
         return batch
 
-    def _mark(
-        self, inputs: Any, targets: tuple[Any, ...]
-    ) -> tuple[Arguments, Arguments, tuple[int, int]]:
+    def _mark(self, inputs: Any, targets: Any) -> tuple[Arguments, Arguments, tuple[int, int]]:
         """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
         marked.
         """
-        arguments = Arguments(targets, {})
+        arguments = Arguments(spread(targets), {})
         dim = self.criterion.dim_of_targets(arguments, self.model.out_dims)
         return as_arguments(inputs), arguments, (self.model.dim, dim)
 
