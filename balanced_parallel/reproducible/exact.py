@@ -42,6 +42,7 @@ from ..strategies.replicas import ReplicaSync
 from ..training.settings import Settings
 from ..training.update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
 from .groups import DDPGroups, GroupReport, GroupSync, ReplicaGroups
+from .kinds import exact_kind
 from .numbered_rows import ArithmeticByRow
 
 _BITS = 52  # of the largest element of a gradient, and at least 44
@@ -516,7 +517,7 @@ class ExactArithmetic(ArithmeticByRow):
 
     def kind_of(self, kind: Kind) -> Kind:
         """Returns the kind of a loss with exact sums."""
-        return kind.exact()
+        return exact_kind(kind)
 
     def opener(self, strategy: object) -> Callable[[], GroupSync]:
         """Returns the function that opens an update of groups."""
