@@ -454,6 +454,7 @@ SINGLE_IMPORTER = {
     "memory.allocator": "the rules of the allocator of torch",
     "memory.trace.doubles": "savings; the tracer runs updates",
     "reproducible.groups": "sums over ranks",
+    "reproducible.kinds": "losses, beside gradients",
     "reproducible.numbered_rows": "reproducible=True alone",
     "savings.evaluation": "a public name",
     "simulation.cluster": "the public name",
