@@ -40,7 +40,7 @@ from ..replicas.buckets import accumulate
 from ..runtime.devices import Devices
 from ..runtime.torch_private import foreach_multiply_
 from ..runtime.values import scaled
-from .settings import Settings
+from .settings import Settings, Unchecked
 from .sync import GradientSync, GroupReport, GroupSync, UpdateSync
 from .update import Accumulation, Arithmetic, BatchRun, Compute, Forwards, Limit, Reduced
 
@@ -173,17 +173,16 @@ class ExactAccumulation(Accumulation):
     def __init__(
         self,
         forwards: Forwards,
-        trained: Mapping[str, Tensor],
         sync: GroupSync,
         kind: Kind,
         limit: Limit,
         weight_before: float,
     ) -> None:
-        super().__init__(forwards, trained, sync, kind, limit, weight_before)
+        super().__init__(forwards, sync, kind, limit, weight_before)
         _check_determinism(forwards.model.devices)
         self._groups = sync
         self._rows = int(limit.value or 1)  # Rows of a group.
-        self._trained = list(trained.values())
+        self._trained = list(forwards.trained.values())
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
         self._weights: list[Weight] = []
@@ -243,7 +242,7 @@ class ExactAccumulation(Accumulation):
             plan[-1].append(run.surround(shard) if run.surround else shard)
         return plan
 
-    def finish(self, settings: Callable[[], Settings]) -> Reduced:
+    def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
         """Adds up everything on all ranks."""
         if self._losses and not self._has_graph:
             run_backward([], 1.0)  # raises an error that says what is missing

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..batch.by_cost import check_limit
 from ..batch.outputs import PerReplica, join_outputs
-from ..batch.rows import Arguments, Batch, Cut, ParallelModel, as_arguments, spread
+from ..batch.rows import Batch, Cut, ParallelModel, spread
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans, merge_logged
 from ..loss.kinds import SEVERAL, Kind
@@ -37,7 +37,6 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision, check_type, naming_arguments, setting
 from .exact import choose_arithmetic
-from .forward_state import ForwardState
 from .optimizers import (
     Optimizers,
     ParameterUpdate,
@@ -170,9 +169,7 @@ class TrainStep:
         self.precision = Precision(precision)
         self.cut = cut
         self.surround = surround
-        self.precision.scaler_on(self.model.devices[0])  # makes the scaler of fp16
         self.grad_norm: Tensor | None = None
-        self._trained = _trained_tensors(model, criterion)
         self._is_auto = micro_batch_size == "auto"
         rows = micro_batch_size if isinstance(micro_batch_size, int) else None
         self._limit = (
@@ -186,15 +183,14 @@ class TrainStep:
                 "out of memory, expected a number, as memory.fit finds it"
             )
         self._open_sync = self._arithmetic.opener(self._strategy)
-        state = ForwardState(model.module, criterion.module)
         self._forwards = Forwards(
             self.model,
-            criterion.copies.without_notes(),
+            criterion,
             self.precision,
             keeps_order=cut is not None,
             prepare=self._arithmetic.prepare(),
-            state=None if state.is_empty else state,
         )
+        self._trained = self._forwards.trained
         # Batches may show another kind.
         self._kind = self._first_kind()
         self._reduction = getattr(criterion.module, "reduction", None)
@@ -298,11 +294,12 @@ class TrainStep:
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
         if self.cut is None:
-            return Batch(*self._mark(inputs, spread(targets)))
+            return Batch(*self._forwards.mark(inputs, spread(targets)))
         forward = self.model.module.forward
+        mark = self._forwards.mark
         is_strict = not self._is_auto
         batch = self.cut.open(
-            inputs, spread(targets), self._mark, forward, unit=self._limit.unit, is_strict=is_strict
+            inputs, spread(targets), mark, forward, unit=self._limit.unit, is_strict=is_strict
         )
         self._example = batch.take_example(self._example)
         if not batch.has_example and collectives.world_size() > 1 and meets_others(self.model):
@@ -310,16 +307,6 @@ class TrainStep:
                 "this rank had no sample in its first batch, expected one: others wait for its batch norm or sum over all rows"
             )
         return batch
-
-    def _mark(
-        self, inputs: Any, targets: tuple[Any, ...]
-    ) -> tuple[Arguments, Arguments, tuple[int, int]]:
-        """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
-        marked.
-        """
-        arguments = Arguments(targets, {})
-        dim = self.criterion.dim_of_targets(arguments, self.model.out_dims)
-        return as_arguments(inputs), arguments, (self.model.dim, dim)
 
     @contextmanager
     def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, ExitStack]]:
@@ -399,7 +386,7 @@ class TrainStep:
         sync = sync or self._open_sync()
         optimizers.forget_gradients()
         accumulation = self._arithmetic.accumulation(
-            self._forwards, self._trained, sync, self._kind, self._limit, self._weight_before
+            self._forwards, sync, self._kind, self._limit, self._weight_before
         )
         if self._kind.passes == 1:
             return accumulation
@@ -599,16 +586,6 @@ class TrainStep:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_update": None}  # a copy has no gradients
-
-
-def _trained_tensors(model: nn.Module, criterion: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters of both by name, each once, and the buffers that require a gradient."""
-    both = nn.ModuleDict({"model": model, "criterion": criterion})
-    learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
-    return {
-        name.replace(".module", "", 1): tensor
-        for name, tensor in (*both.named_parameters(), *learning)
-    }
 
 
 def _warn_of_hooks(model: ParallelModel) -> None:
