@@ -47,6 +47,8 @@ MAY_IMPORT = {
     "simulation": {"runtime"},
     "integrations": {"strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
 }
+# They may import the names that a user imports, since the root does not load these folders.
+USE_PUBLIC_NAMES = {"integrations"}
 TORCH_ONLY = [Path("loss/rules.py")]
 OTHER_TESTS = {"gpu", "helpers", "regressions"}  # Their files have other names than modules.
 
@@ -83,6 +85,8 @@ def imported_modules(source, package):
 def forbidden_imports(source, package):
     """Returns the modules that a file in ``package`` imports and may not."""
     allowed = MAY_IMPORT[package[0]] | {package[0]}
+    if package[0] in USE_PUBLIC_NAMES:
+        allowed = allowed | ({*balanced_parallel.__all__} - MAY_IMPORT.keys())
     return {
         module
         for module in imported_modules(source, package)
@@ -153,6 +157,7 @@ def test_forbidden_imports_are_found():
         ("from ...simulation import simulate", ("memory", "trace"), {"simulation.simulate"}),
         ("import balanced_parallel.strategies.ddp", ("training",), {"strategies.ddp"}),
         ("from balanced_parallel import gather", ("savings",), {"gather"}),
+        ("from .. import gather, memory", ("integrations",), {"memory"}),
         ("from ..runtime.devices import move\nfrom .torchrun import x", ("strategies",), set()),
     ):
         assert forbidden_imports(line, folders) == forbidden
@@ -422,6 +427,7 @@ SINGLE_IMPORTER = {
     "strategies.launch": "the only reader of the environment",
     "strategies.replicas": "one file per strategy",
     "training.exact": "a public argument",
+    "training.forward_state": "state of modules, which an update surrounds",
     "training.reproducible": "a public argument",
 }
 

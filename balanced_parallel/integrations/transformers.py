@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from .. import DataParallelCriterion, DataParallelModel, PerReplica, Precision, 
 from ..batch.rows import move_leaves, take
 from ..loss.inside import ForwardNotes
 from ..loss.means import UnknownMeanError
-from ..runtime.collectives import gather_objects, gather_rows, rank, world_size
+from ..runtime.collectives import gather_objects, gather_rows
 from ..runtime.devices import DeviceLike, resolve_devices
 from ..strategies.ddp import DistributedModel
 from ..training.passes import begin_update
@@ -55,13 +55,13 @@ class Computed(NamedTuple):
 
 
 # A function of a trainer, a model and rows.
-Compute = Callable[["BalancedTrainer", nn.Module, Inputs], Computed]
+Computation = Callable[["BalancedTrainer", nn.Module, Inputs], Computed]
 
 
 class _Gathering:
     """An accelerator that gathers from ranks with different numbers of rows, which TRL asks for."""
 
-    def __init__(self, accelerator: object, *, counts: bool) -> None:
+    def __init__(self, accelerator: Any, *, counts: bool) -> None:
         self._accelerator = accelerator
         self._counts = counts
 
@@ -73,9 +73,23 @@ class _Gathering:
         """Returns the rows of all ranks, without repeated ones."""
         rows = torch.atleast_1d(tensor)
         sizes = gather_objects(len(rows) if self._counts else 0)
-        return gather_rows(rows[: sizes[rank()]], sizes, 0) if any(sizes) else rows
+        here = self._accelerator.process_index
+        return gather_rows(rows[: sizes[here]], sizes, 0) if any(sizes) else rows
 
     gather_for_metrics = gather
+
+
+class RankTask(DistributedModel):
+    """A :class:`Task` on each rank. TRL gathers metrics in its forward, and Trainer has seeded the
+    ranks.
+    """
+
+    def __init__(self, task: "Task", device: torch.device) -> None:
+        super().__init__(task, device, None)
+        self.meets_ranks = True
+
+    def _random_numbers(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Task(nn.ModuleDict):
@@ -105,7 +119,7 @@ class Task(nn.ModuleDict):
             return getattr(self["model"], name)
 
     def forward(
-        self, compute: Compute, rows: Inputs, counts: bool, numbers: Sequence[int] | None = None
+        self, compute: Computation, rows: Inputs, counts: bool, numbers: Sequence[int] | None = None
     ) -> Computed:
         """Calls ``compute`` with rows. Those that a sampler repeats do not count.
 
@@ -115,9 +129,6 @@ class Task(nn.ModuleDict):
         # Forwards without a graph come before another one, and leave no trace, as repeated rows.
         if not counts or (compute is _loss_of_rows and not torch.is_grad_enabled()):
             trainer = trainer._apart()
-        accelerator = trainer.accelerator
-        if world_size() > 1:  # A rank has no other replica.
-            trainer.accelerator = _Gathering(accelerator, counts=counts)
         token = _copies.set(dict(zip(map(id, self._originals), self.values(), strict=True)))
         try:
             if isinstance(rows, Mapping):
@@ -129,11 +140,10 @@ class Task(nn.ModuleDict):
                 if not rows:
                     device = next(model.parameters()).device
                     rows = move_leaves(dict(trainer.data_collator(samples)), device)
-            with trainer.compute_loss_context_manager():
+            with trainer.compute_loss_context_manager(), trainer._gathering(counts=counts):
                 return compute(trainer, model, rows)
         finally:
             _copies.reset(token)
-            trainer.accelerator = accelerator
 
 
 class BalancedTrainer(Trainer):
@@ -170,12 +180,14 @@ class BalancedTrainer(Trainer):
         self._gpus: int | None = None
         # True for each micro-batch to come in the window that is not repeated.
         self._counts: list[bool] = []
-        self._forwards: Forwards  # of the wrapped model
-        self._work: Attempt | None = None  # a window in progress
-        self._last: Reduced | None = None  # the window before
-        self._evaluated: Any = None  # the loss of all batches of an evaluation
+        self._wrapped: list[nn.Module] = []  # The model that is in the forwards.
+        self._forwards: Forwards
+        self._work: Attempt | None = None  # A window in progress.
+        self._last: Reduced | None = None  # The window before.
+        self._evaluated: Any = None  # The loss of all batches of an evaluation.
         self.current_gradient_accumulation_steps = 1
         self.data_collator: Callable[..., Any]
+        self.accelerator: Any
         try:
             super().__init__(*arguments, **kwargs)
         finally:
@@ -243,18 +255,29 @@ class BalancedTrainer(Trainer):
         """Returns a loader whose batches have their samples."""
         return self._keeping_samples(super().get_train_dataloader)
 
-    def get_eval_dataloader(self, *arguments: object) -> Any:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Returns a loader whose batches have their samples."""
-        return self._keeping_samples(super().get_eval_dataloader, *arguments)
+        return self._keeping_samples(super().get_eval_dataloader, eval_dataset)
 
-    def get_test_dataloader(self, *arguments: object) -> Any:
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Returns a loader whose batches have their samples."""
-        return self._keeping_samples(super().get_test_dataloader, *arguments)
+        return self._keeping_samples(super().get_test_dataloader, test_dataset)
+
+    @contextmanager
+    def _gathering(self, *, counts: bool) -> Iterator[None]:
+        """Gathers from ranks in the block, which have no other replica, and may lack rows."""
+        accelerator = self.accelerator
+        if self.args.world_size > 1:
+            self.accelerator = _Gathering(accelerator, counts=counts)
+        try:
+            yield
+        finally:
+            self.accelerator = accelerator
 
     @property
     def _is_split(self) -> bool:
         steps = self.args.gradient_accumulation_steps if self.model.training else 1
-        return len(self.devices) * world_size() * steps > 1
+        return bool(len(self.devices) * self.args.world_size * steps > 1)
 
     def _modules(self) -> dict[str, nn.Module]:
         """Returns the modules of this trainer, such as the model, one of reference, and a loss."""
@@ -268,28 +291,28 @@ class BalancedTrainer(Trainer):
         self, model: nn.Module, training: bool = True, dataloader: object = None
     ) -> nn.Module:
         """Returns the model of all devices, in place of Trainer's."""
-        over_ranks = training and world_size() > 1
-        is_wrapped = self.model_wrapped is not self.model
-        if is_wrapped and not (over_ranks and isinstance(self.model_wrapped, DataParallelModel)):
-            return self.model_wrapped
+        over_ranks = training and self.args.world_size > 1
+        if self._wrapped == [self.model]:
+            self.model_wrapped: nn.Module = self._forwards.model
+            if not (over_ranks and isinstance(self.model_wrapped, DataParallelModel)):
+                return self.model_wrapped
         modules = self._modules()
         if len(self.devices) > 1:
             for name, module in modules.items():
                 modules[name] = self.accelerator.unwrap_model(module, keep_fp32_wrapper=False)
-        else:  # with autocast, and compiled
+        else:  # It may be compiled.
             modules["model"] = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         task = Task(self, modules)
-        if over_ranks:
-            wrapped: Any = DistributedModel(task, self.devices[0], None)
-            wrapped.meets_ranks = True  # TRL gathers metrics in a forward.
-        else:
-            wrapped = DataParallelModel(task, self.devices)
+        wrapped: RankTask | DataParallelModel = (
+            RankTask(task, self.devices[0]) if over_ranks else DataParallelModel(task, self.devices)
+        )
         scaler = self.accelerator.scaler
         precision = Precision("fp32") if scaler is None else Precision("fp16", scaler)
         self._forwards = Forwards(wrapped, DataParallelCriterion(_loss_of), precision)
         self._last = None
-        self.model_wrapped: nn.Module = wrapped
-        return self.model_wrapped
+        self._wrapped = [self.model]
+        self.model_wrapped = wrapped
+        return wrapped
 
     def _prepare_input(self, data: object) -> object:
         # The engine has moved rows to their device.
@@ -337,11 +360,11 @@ class BalancedTrainer(Trainer):
         trainer.__dict__["compute_loss"] = trainer._counted_loss
         return trainer
 
-    def _arguments(self, compute: Compute, inputs: Inputs, *, counts: bool) -> tuple[Any, ...]:
+    def _arguments(self, compute: Computation, inputs: Inputs, *, counts: bool) -> tuple[Any, ...]:
         """Returns the arguments of a :class:`Task`, which have the rows of a batch, or none if they
         do not count. They run then, so that other ranks do not wait.
         """
-        self._forwards.model.noting = ForwardNotes()
+        self._forwards.model.note(ForwardNotes(), anew=True)
         count = _count(inputs)
         has_samples = _SAMPLES in inputs
         if count is None or not self._is_split:
@@ -372,11 +395,11 @@ class BalancedTrainer(Trainer):
         nothing to add has the weight None.
         """
         state = self.accelerator.gradient_state
-        is_last = world_size() > 1 and state.end_of_dataloader and state.remainder > 0
+        is_last = self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0
         rows = _count(inputs)
         if not is_last or rows is None:
             return [(inputs, 1.0)]
-        new = min(max(state.remainder - rank() * rows, 0), rows)
+        new = min(max(state.remainder - self.args.process_index * rows, 0), rows)
         pieces = ((range(new), 1.0), (range(new, rows), 0.0))
         return [
             (self._take(inputs, part), weight) if part else (inputs, None)
