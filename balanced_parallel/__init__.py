@@ -16,10 +16,10 @@ import importlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import savings
-from .batch.by_cost import ByCost
 from .batch.outputs import PerReplica, gather
 from .batch.rows import Along, Rows, Whole, scatter
-from .batch.samplers import BalancedBatchSampler, RankBatchSampler
+from .data.by_cost import ByCost
+from .data.samplers import BalancedBatchSampler, RankBatchSampler
 from .loss.coupled import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
 from .loss.overlap import DiceLoss, JaccardLoss, TverskyLoss
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from . import memory
     from .diagnostics.verify import verify
     from .simulation import simulate
-    from .training.checkpoint import Checkpoints
+    from .state.checkpoint import Checkpoints
 
 __version__ = "0.1.0"
 
@@ -73,7 +73,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "Checkpoints": ".training.checkpoint",
+    "Checkpoints": ".state.checkpoint",
     "simulate": ".simulation",
     "verify": ".diagnostics.verify",
 }

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 from balanced_parallel.loss.kinds import KnownMean
 from balanced_parallel.loss.sums import LossSum
-from balanced_parallel.runtime.row_random import Forward
+from balanced_parallel.reproducible.row_random import Forward
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -46,7 +46,7 @@ EXCUSES = {  # private names of other objects, with the reason
     },
     "integrations/transformers.py": {"_n_gpu": "TrainingArguments have no public setter"},
     "strategies/fsdp.py": {"_no_split_modules": "the blocks of a model of transformers"},
-    "training/checkpoint.py": {"_exit": "a public function of os"},
+    "state/checkpoint.py": {"_exit": "a public function of os"},
 }
 
 

@@ -23,7 +23,7 @@ from ..loss.kinds import call_weight
 from ..loss.sums import flat_weights
 from ..replicas.model import DataParallelModel
 from ..replicas.workers import current_replica
-from ..runtime import row_random
+from ..runtime.random_numbers import forward_by_row
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 Copied = TypeVar("Copied")
@@ -69,7 +69,7 @@ class Program:
         return max(self._forwards.values(), default=0)
 
     def _start_forward(self, *_: object) -> None:
-        if (forward := row_random.running.get()) is not None and forward.expected is None:
+        if (forward := forward_by_row.get()) is not None and forward.expected is None:
             return  # it finds the draws
         replica = _replica_index()
         self._forwards[replica] += 1
@@ -82,7 +82,7 @@ class Program:
     def _record(self, label: str, layer: nn.Module, inputs: object, output: object) -> None:
         replica = _replica_index()
         if replica in self._running:
-            first_row = getattr(row_random.running.get(), "first_row", 0)
+            first_row = getattr(forward_by_row.get(), "first_row", 0)
             place = (first_row, self._forwards[replica], replica)
             self.keep(self._calls.setdefault(place, []), label, output)
 

@@ -35,7 +35,6 @@ from ..batch.rows import (
 )
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import without_trace
-from ..runtime.row_random import Draw, Forward, UpdateRandom, find_draws
 from .formula import SumNotes
 
 
@@ -154,6 +153,8 @@ def run_rows(
     These are fewer if they have more bytes, but as many as those of the forward. All ranks call
     this.
     """
+    from ..reproducible.row_random import Forward, UpdateRandom
+
     device = model.devices[0]
     update = UpdateRandom(seed=0)  # Each row draws the same numbers alone and beside others.
     parts = [*sample.parts]
@@ -170,7 +171,7 @@ def run_rows(
         return run(inputs, count, drawing)
 
     try:
-        draws: Sequence[Draw] = ()
+        draws: Sequence[Any] = ()
         if not sample.is_joined:
             (row,) = run_repeated(1, nullcontext)
             size = sum(tensor.nbytes for tensor in containers.tensors_in(row))
@@ -189,9 +190,11 @@ def run_rows(
 
 
 def _find_draws(
-    run_repeated: Callable[..., object], update: UpdateRandom, device: torch.device
-) -> Sequence[Draw]:
+    run_repeated: Callable[..., object], update: Any, device: torch.device
+) -> Sequence[Any]:
     """Returns the draws of random numbers in a forward. There are none if they cannot follow rows."""
+    from ..reproducible.row_random import Forward, find_draws
+
     try:
         two, three = (Forward(update, range(count), device, None, {}) for count in (2, 3))
         run_repeated(2, two.drawing)

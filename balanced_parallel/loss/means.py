@@ -234,6 +234,7 @@ class LossOfMeans(LossOfSums):
 
     _is_first_pass = False
     _is_by_hand = False
+    _is_of_model = False  # The model computes the loss.
 
     def collect(self, calls: Calls) -> list[Any]:
         """Adds the statistics of a micro-batch in the first pass."""
@@ -395,6 +396,7 @@ class LossOfMeans(LossOfSums):
         if not of_forward:
             super().compare(samples, device)
         elif self._model is not None:
+            self._is_of_model = True
             self._compare_rows(self._model, of_forward[0])
 
     def _compare_rows(self, model: ParallelModel, sample: RowsOfForward) -> None:
@@ -458,7 +460,8 @@ class LossOfMeans(LossOfSums):
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
-        advice = _COUNTS if is_of_number else _DEPENDENT
+        of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
+        advice = _COUNTS if is_of_number else of_rows
         raise UnknownMeanError(
             f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}",
             advice,
@@ -507,6 +510,10 @@ _COUNTS = (
     ", expected a number that follows from the sizes of the rows, as len(errors) does: for a count of some rows, divide by a "
     "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
     "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, multiply by 1 / constant"
+)
+_DEPENDENT_IN_MODEL = (
+    ". The rows depend on each other, or the model draws random numbers for all of them: return what the loss needs, such as the "
+    "embeddings, and compute it in a criterion, with whole=True for a loss of all rows"
 )
 _DEPENDENT = (
     ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "

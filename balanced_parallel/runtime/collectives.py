@@ -252,6 +252,8 @@ class SumOverRanks(torch.autograd.Function):
 
 
 _LINES = "the first difference"
+# What ranks compare beside the settings of a step, which is given batches and not their sampler.
+facts_of_process: dict[str, Hashable] = {"the sampler's batches": "no RankBatchSampler"}
 
 
 RENORM = "embedding_renorm_"  # F.embedding(max_norm=) writes to rows of the weight.

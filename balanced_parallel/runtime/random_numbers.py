@@ -3,8 +3,10 @@ would draw equal masks.
 """
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,10 @@ from torch import Tensor
 from .devices import Devices, is_accelerator, on_device
 
 _cpu_generator = threading.RLock()
+# The forward that runs in this thread, if its random numbers follow the rows.
+forward_by_row: contextvars.ContextVar[Any | None] = contextvars.ContextVar(
+    "forward_by_row", default=None
+)
 
 
 def offset_seeds(devices: Devices, first: int = 0) -> None:

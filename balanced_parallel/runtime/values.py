@@ -115,6 +115,17 @@ def check_number(
         raise ValueError(f"{name}={value!r}, expected {expected}")
 
 
+def check_cost(name: str, cost: object) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless ``cost`` is a positive number or None."""
+    if cost is not None:  # ulp(0) is the smallest positive number
+        check_number(
+            name,
+            cost,
+            "a positive number, the cost of a device in one forward",
+            at_least=math.ulp(0.0),
+        )
+
+
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -32,10 +32,10 @@ from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
 from ..replicas.replicas import without_trace
-from ..runtime import collectives, row_random, torch_private
+from ..runtime import collectives, torch_private
 from ..runtime.collectives import RENORM, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
-from ..runtime.random_numbers import RankNumbers, offset_seeds
+from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
 from ..runtime.values import Precision, forget_gradients
 from ..training.settings import Settings
@@ -252,9 +252,7 @@ class RankModel(ParallelModel):
         """Returns a context in which random numbers are those of this rank."""
         if not self.draws_on_host:
             offset_seeds(self.devices, collectives.rank())
-        elif (
-            self.training and not self.rank_numbers.is_drawing and row_random.running.get() is None
-        ):
+        elif self.training and not self.rank_numbers.is_drawing and forward_by_row.get() is None:
             return self.rank_numbers.drawing(collectives.rank())
         return contextlib.nullcontext()
 

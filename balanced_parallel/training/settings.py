@@ -9,6 +9,7 @@ decides on it alike. The digest also tells that a program has written to paramet
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from ..batch.samplers import begun_batches
+from ..batch.rows import ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import unwrap
 from ..optim.balanced import BalancedOptimizer
-from ..runtime.collectives import compare_ranks, max_over_ranks, world_size
-from ..runtime.torch_private import buffers_of, versions
-from .state import TrainedState, names_by_group
+from ..runtime.collectives import compare_ranks, facts_of_process, max_over_ranks, world_size
+from ..runtime.torch_private import buffers_of, uncompiled_name, versions
+from ..runtime.values import Precision
+
+
+class TrainedObjects(NamedTuple):
+    """The objects of a training step that have state."""
+
+    model: ParallelModel
+    criterion: DataParallelCriterion
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[LRScheduler]
+    precision: Precision  # The scaler is in it.
+    trained: Mapping[str, Tensor]  # the parameters by name
 
 
 class LastUpdate(NamedTuple):
@@ -39,7 +53,7 @@ class LastUpdate(NamedTuple):
 class Settings:
     """The settings of an update. Another process may have others."""
 
-    state: TrainedState
+    state: TrainedObjects
     arguments: Mapping[str, Hashable]  # Settings of the step, by their names in an error.
     before: LastUpdate
 
@@ -60,7 +74,7 @@ class Settings:
             "optimizer": ", ".join(map(_name_of_optimizer, self.state.optimizers)),
             "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.state.schedulers)
             or "none",
-            "the sampler's batches": begun_batches(),
+            **facts_of_process,
             "the last step of the optimizer": self.before.failure or "was made",
         }
         for number, optimizer in enumerate(self.state.optimizers):
@@ -211,6 +225,21 @@ def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
         f" of {name_of(optimizer.recipe[0])}" if isinstance(optimizer, BalancedOptimizer) else ""
     )
     return type(optimizer).__name__ + inner
+
+
+def names_by_group(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[list[str]]:
+    """Returns the names of the parameters in each group, in the order in which a ``state_dict()``
+    numbers them.
+    """
+    names = {id(parameter): uncompiled_name(name) for name, parameter in trained.items()}
+    groups = (
+        optimizer.recipe[1] if isinstance(optimizer, BalancedOptimizer) else optimizer.param_groups
+    )
+    numbers = itertools.count()
+    return [
+        [names.get(id(parameter), f"parameter {next(numbers)}") for parameter in group["params"]]
+        for group in groups
+    ]
 
 
 def name_of(function: object) -> str | None:

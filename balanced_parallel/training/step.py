@@ -15,12 +15,11 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from ..batch.by_cost import check_limit
 from ..batch.outputs import PerReplica, join_outputs
 from ..batch.rows import Batch, Cut, ParallelModel, spread
 from ..loss.criterion import DataParallelCriterion
@@ -35,8 +34,7 @@ from ..runtime.torch_private import (
     versions,
     without_hooks,
 )
-from ..runtime.values import Precision, check_type, naming_arguments, setting
-from .exact import choose_arithmetic
+from ..runtime.values import Precision, check_cost, check_type, naming_arguments, setting
 from .optimizers import (
     Optimizers,
     ParameterUpdate,
@@ -48,12 +46,13 @@ from .optimizers import (
 )
 from .passes import TwoPasses
 from .recovery import Recovery, retrying_allocations
-from .reproducible import NumberedRows, RandomByRow
-from .settings import LastUpdate, Settings, name_of
+from .settings import LastUpdate, Settings, TrainedObjects, name_of
 from .snapshot import Snapshot
-from .state import TrainedState
 from .sync import UpdateSync, gradient_sync
-from .update import Attempt, BatchRun, Forwards, Limit, Update, Work
+from .update import Arithmetic, Attempt, BatchRun, Forwards, Limit, Update, Work
+
+if TYPE_CHECKING:
+    from ..state.state import TrainedState
 
 Surround = Callable[[], AbstractContextManager[object]]
 
@@ -159,7 +158,15 @@ class TrainStep:
         self._strategy = gradient_sync(model, criterion)
         self.model = cast(ParallelModel, model)
         self.reproducible = reproducible
-        self._arithmetic = choose_arithmetic(reproducible, self.model, criterion, cut)
+        devices = [*self.model.devices, *(criterion.devices or ())]
+        # Forwards without a graph are undone.
+        self._before_pass = Snapshot([model, criterion], devices)
+        arithmetic = Arithmetic
+        if reproducible:
+            from ..reproducible.exact import ARITHMETIC
+
+            arithmetic = ARITHMETIC[reproducible]
+        self._arithmetic = arithmetic(self.model, criterion, cut, self._before_pass)
         self._arithmetic.check(each_optimizer(optimizer), micro_batch_size)
         self.criterion = criterion
         self.optimizer = optimizer
@@ -194,11 +201,7 @@ class TrainStep:
         # Batches may show another kind.
         self._kind = self._first_kind()
         self._reduction = getattr(criterion.module, "reduction", None)
-        devices = [*self.model.devices, *(criterion.devices or ())]
         self._before_update = Snapshot([model, criterion], devices)  # An update may run again.
-        # Forwards without a graph are undone.
-        self._before_pass = Snapshot([model, criterion], devices)
-        self._by_row = RandomByRow(self.model, self._before_pass) if reproducible else None
         self._has_compared = False  # the settings of the ranks
         self._weight_before = 0.0  # The weight of the last update, over everything.
         self._last = LastUpdate()
@@ -295,11 +298,13 @@ class TrainStep:
     def _open(self, inputs: Any, targets: Any) -> Batch:
         if self.cut is None:
             return Batch(*self._forwards.mark(inputs, spread(targets)))
-        forward = self.model.module.forward
-        mark = self._forwards.mark
-        is_strict = not self._is_auto
         batch = self.cut.open(
-            inputs, spread(targets), mark, forward, unit=self._limit.unit, is_strict=is_strict
+            inputs,
+            spread(targets),
+            self._forwards.mark,
+            self.model.module.forward,
+            unit=self._limit.unit,
+            is_strict=not self._is_auto,
         )
         self._example = batch.take_example(self._example)
         if not batch.has_example and collectives.world_size() > 1 and meets_others(self.model):
@@ -320,9 +325,9 @@ class TrainStep:
         if not self._has_compared:
             self._compare(is_last=is_last)
         numbers = (
-            self._strategy.random_numbers(is_last=is_last)
-            if self._by_row is None
-            else nullcontext()
+            nullcontext()
+            if self._arithmetic.number_rows
+            else self._strategy.random_numbers(is_last=is_last)
         )
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
@@ -372,10 +377,9 @@ class TrainStep:
             open_work = functools.partial(
                 Recovery, attempt, self._strategy, self._forwards, self._before_update, self._limit
             )
-        if self._by_row is None:
+        if (number_rows := self._arithmetic.number_rows) is None:
             return Update(open_work(), optimizers)
-        group = self._arithmetic.group(self._limit)
-        rows = NumberedRows(self._by_row, self._forwards, self._kind, open_work, group)
+        rows = number_rows(self._arithmetic, self._forwards, self._kind, open_work, self._limit)
         return Update(rows, optimizers)
 
     def _first_kind(self) -> Kind:
@@ -473,7 +477,7 @@ class TrainStep:
             "reproducible": self.reproducible,
             **self._arithmetic.facts(self._limit),
         }
-        return Settings(self._state(), arguments, self._last)
+        return Settings(self._objects(), arguments, self._last)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -497,7 +501,7 @@ class TrainStep:
 
     @micro_batch_cost.setter
     def micro_batch_cost(self, cost: float | None) -> None:
-        check_limit("micro_batch_cost", cost)
+        check_cost("micro_batch_cost", cost)
         self._limit.set("cost", cost)
 
     def state_dict(self) -> dict[str, Any]:
@@ -515,13 +519,13 @@ class TrainStep:
             raise RuntimeError(
                 "rows were added that are not in an update yet, expected apply() before state_dict()"
             )
-        state = self._state().save()
-        state["weight_before"] = self._weight_before
-        state["updates"] = self._updates
-        state["limit"] = {self._limit.unit: self._limit.value}
-        if facts := self._arithmetic.facts(self._limit):
-            state["bits"] = facts
-        return state
+        return {
+            **self._state().save(),
+            "weight_before": self._weight_before,
+            "updates": self._updates,
+            "limit": {self._limit.unit: self._limit.value},
+            "bits": self._arithmetic.facts(self._limit),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state, which any number of devices or ranks may have saved.
@@ -544,10 +548,8 @@ class TrainStep:
                 "from here on the bits are those of another run",
                 stacklevel=2,
             )
-        self._weight_before, self._last = (
-            state_dict["weight_before"],
-            self._last._replace(failure=""),
-        )
+        self._weight_before = state_dict["weight_before"]
+        self._last = self._last._replace(failure="")
         # Ranks compare it, since shards have no checksums.
         self._loaded = self._updates = state_dict.get("updates", 0)
         if self._is_auto:  # a number given by hand stays, and rows are not a cost
@@ -577,12 +579,17 @@ class TrainStep:
         """Returns the keys of the parameters in the state, for :class:`Checkpoints`."""
         return [*self._state().parameters()]
 
-    def _state(self) -> TrainedState:
+    def _objects(self) -> TrainedObjects:
         optimizers = each_optimizer(self.optimizer)
         schedulers = each_scheduler(self.scheduler)
-        return TrainedState(
+        return TrainedObjects(
             self.model, self.criterion, optimizers, schedulers, self.precision, self._trained
         )
+
+    def _state(self) -> "TrainedState":
+        from ..state.state import TrainedState
+
+        return TrainedState(*self._objects())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_update": None}  # a copy has no gradients

@@ -20,8 +20,9 @@ of it in another way::
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ from ..runtime.values import Precision, forget_gradients, scaled
 from .forward_state import ForwardState
 from .optimizers import ParameterUpdate
 from .settings import Settings, Unchecked
+from .snapshot import Snapshot
 from .sync import GradientSync, UpdateSync
 
 Compute = Callable[[Calls], list[LossSum]]
@@ -454,17 +456,21 @@ class Arithmetic:
 
     Args:
         model, criterion, cut: those of the step.
-        accumulation: the class that runs the batches of an update.
-        clip: clips gradients, and returns their norm before.
-        surround: makes a block around each part of an update.
+        before: its snapshot before forwards that are undone.
     """
 
     model: ParallelModel
     criterion: DataParallelCriterion
     cut: Cut | None
-    accumulation: type[Accumulation] = Accumulation
-    clip: Callable[[list[Tensor], float], Tensor] = torch.nn.utils.clip_grad_norm_
-    surround: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    before: Snapshot
+    # The class that runs the batches of an update.
+    accumulation: ClassVar[type[Accumulation]] = Accumulation
+    # Clips gradients, and returns their norm before.
+    clip: ClassVar[Callable[..., Tensor]] = staticmethod(torch.nn.utils.clip_grad_norm_)
+    # Makes a block around each part of an update.
+    surround: ClassVar[Callable[..., AbstractContextManager[None]]] = contextlib.nullcontext
+    # Returns the work on the batches of an update, whose rows get numbers, if they do.
+    number_rows: ClassVar[Callable[..., Work] | None] = None
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer], micro_batch_size: object) -> None:
         """Raises ``ValueError`` for settings of a step with which it is not possible."""
@@ -480,10 +486,6 @@ class Arithmetic:
     def prepare(self) -> Callable[[Shard], Shard] | None:
         """Returns the function that gives shards memory of their own, if that is needed."""
         return _without_views if any(map(is_compiled, self.model.modules())) else None
-
-    def group(self, limit: Limit) -> int | None:
-        """Returns the number of rows that run together in any layout, or None."""
-        return None
 
     def facts(self, limit: Limit) -> dict[str, Hashable]:
         """Returns what the sums depend on, beside the state and the batch. The ranks compare it."""

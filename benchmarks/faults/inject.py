@@ -67,7 +67,7 @@ class Fault:
 
     def install(self) -> None:
         """Puts the places into the code that runs."""
-        from balanced_parallel.training import checkpoint
+        from balanced_parallel.state import checkpoint
 
         call, load = balanced_parallel.TrainStep.__call__, balanced_parallel.RankBatchSampler.__iter__
         forward = nn.Linear.forward

@@ -1,8 +1,4 @@
-"""Shares of unequal devices, by weight and by free memory. Cuts by cost, against all partitions of small batches."""
-
-import math
-import random
-from collections.abc import Callable, Iterator, Sequence
+"""Shares of unequal devices, by weight and by free memory. Plans of equal rows."""
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
-from balanced_parallel.batch.plan import cut_by_cost, cut_to_budget, equal_rows
+from balanced_parallel.batch.plan import equal_rows
 
 
 @pytest.mark.parametrize(
@@ -62,129 +58,6 @@ def test_replicas_on_one_device_share_its_memory():
     with simulate(2, memory="8MiB"):
         model = DataParallelModel(nn.Identity(), [0, 0, 1], split="memory")
         assert model.split == pytest.approx((0.25, 0.25, 0.5), abs=0.01)
-
-
-def padded(costs: Sequence[float]) -> float:
-    return len(costs) * max(costs)
-
-
-def partitions(rows: int, shards: int) -> Iterator[list[list[int]]]:
-    def assign(row: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
-        if row == rows:
-            yield groups
-            return
-        for group in list(groups):
-            group.append(row)
-            yield from assign(row + 1, groups)
-            group.pop()
-        if len(groups) < shards:
-            yield from assign(row + 1, [*groups, [row]])
-
-    return assign(0, [])
-
-
-def largest(
-    groups: Sequence[Sequence[int]],
-    costs: Sequence[float],
-    combine: Callable[[Sequence[float]], float],
-) -> float:
-    return max(combine([costs[row] for row in group]) for group in groups)
-
-
-DRAWS: dict[str, Callable[[random.Random], float]] = {
-    "whole": lambda numbers: numbers.randint(1, 50),
-    "long tail": lambda numbers: numbers.expovariate(1.0),
-    "equal": lambda numbers: 5.0,
-    "often zero": lambda numbers: numbers.choice([0, 0, 1, 3]),
-}
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize(
-    ("combine", "limit"),
-    [(None, 1.0002), (sum, 1.05), (lambda costs: len(costs) * max(costs) ** 2, 1.0002)],
-    ids=["padded", "sum", "own"],
-)
-def test_largest_cost_is_that_of_the_best_partition(
-    draw: str, combine: Callable[[Sequence[float]], float] | None, limit: float
-) -> None:
-    numbers = random.Random(0)
-    for _ in range(60):
-        rows = numbers.randint(1, 7)
-        shards = numbers.randint(1, 4)
-        costs = [DRAWS[draw](numbers) for _ in range(rows)]
-        cut = cut_by_cost(costs, shards, combine)
-        assert sorted(row for run in cut for row in run) == list(range(rows))
-        assert len(cut) == min(rows, shards)
-        assert all(cut)
-        best = min(largest(groups, costs, combine or padded) for groups in partitions(rows, shards))
-        assert largest(cut, costs, combine or padded) <= limit * best, (costs, shards, cut)
-
-
-def test_rows_are_sorted_and_equal_costs_keep_their_order() -> None:
-    assert cut_by_cost([3, 9, 2, 3, 2, 4], 3) == [[1], [5, 0], [3, 2, 4]]
-    assert cut_by_cost([5, 5, 5, 5], 2) == [[0, 1], [2, 3]]
-    assert cut_by_cost([7, 7], 4) == [[0], [1]]
-    assert cut_by_cost([], 4) == [] == cut_to_budget([], 4)
-    assert cut_by_cost([10, 10, 10, 10], 3) == [
-        [0],
-        [1],
-        [2, 3],
-    ]  # two shards would do, but no device is idle
-
-
-def test_shards_of_at_most_so_many_rows() -> None:
-    assert cut_by_cost([8, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4]]
-    assert cut_by_cost([8, 1, 1, 1, 1], 2, most_rows=3) == [[0, 1], [2, 3, 4]]
-    with pytest.raises(
-        ValueError, match="5 rows in 2 shards of at most 2, expected 4 rows at most"
-    ):
-        cut_by_cost([8, 1, 1, 1, 1], 2, most_rows=2)
-
-
-def test_what_runs_last_is_small() -> None:
-    costs = [9, 4, 3, 3, 2, 2, 1, 1]
-    assert cut_by_cost(costs, 6) == [[0], [1], [2], [3], [4, 5], [6, 7]]
-    assert cut_by_cost(costs, 6, together=3) == [
-        [0],
-        [1, 2],
-        [3, 4, 5],
-        [6],
-        [7],
-    ]  # 9 + 1 in place of 9 + 4
-
-
-@pytest.mark.parametrize(
-    "combine", [None, sum, lambda costs: sum(costs)], ids=["padded", "sum", "own"]
-)
-def test_shards_within_a_budget(combine: Callable[[Sequence[float]], float] | None) -> None:
-    numbers = random.Random(0)
-    for _ in range(30):
-        costs = [numbers.randint(1, 20) for _ in range(numbers.randint(1, 7))]
-        cut = cut_to_budget(costs, 24, combine)
-        assert sorted(row for run in cut for row in run) == list(range(len(costs)))
-        assert largest(cut, costs, combine or padded) <= 24
-        fewest = next(
-            n
-            for n in range(1, 8)
-            if any(largest(g, costs, combine or padded) <= 24 for g in partitions(len(costs), n))
-        )
-        assert len(cut) <= fewest + (combine is not None)
-
-
-def test_a_row_over_the_budget_is_named() -> None:
-    with pytest.raises(ValueError, match="row 2 alone costs 30, expected at most the budget of 24"):
-        cut_to_budget([3, 4, 30], 24)
-
-
-@pytest.mark.parametrize("cost", [-1, math.nan, math.inf])
-def test_a_cost_out_of_range_is_named(cost: float) -> None:
-    for cut in (lambda costs: cut_by_cost(costs, 2), lambda costs: cut_to_budget(costs, 9)):
-        with pytest.raises(
-            ValueError,
-            match=f"the cost of row 1 is {cost}, expected a finite number that is not negative",
-        ):
-            cut([3, cost])
 
 
 COUNT = st.integers(1, 9)

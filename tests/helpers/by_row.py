@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch import nn
 
-from balanced_parallel.runtime.row_random import Forward, UpdateRandom, find_draws
+from balanced_parallel.reproducible.row_random import Forward, UpdateRandom, find_draws
 
 CPU = torch.device("cpu")
 

@@ -174,7 +174,7 @@ def _reset():
     import torch
     import torch.distributed as dist
 
-    from balanced_parallel.batch import samplers
+    from balanced_parallel.runtime import collectives
 
     if dist.is_initialized():
         dist.group.WORLD.bound_device_id = (
@@ -186,4 +186,4 @@ def _reset():
     torch.set_autocast_enabled("cpu", False)
     torch.manual_seed(0)
     random.seed(0)
-    samplers._begun = "no RankBatchSampler"
+    collectives.facts_of_process["the sampler's batches"] = "no RankBatchSampler"

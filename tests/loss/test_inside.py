@@ -340,8 +340,9 @@ def test_a_model_that_draws_random_numbers_has_a_loss_of_its_rows(size):
 
 def test_a_contrastive_loss_of_random_views_is_refused():
     model = DataParallelModel(Contrast(), ["cpu"] * 2)
-    with pytest.raises(UnknownMeanError, match="does not add up over the rows"):
+    with pytest.raises(UnknownMeanError, match="does not add up over the rows") as caught:
         DataParallelCriterion(lambda loss: loss)(model(torch.randn(7, 4)))
+    assert "return what the loss needs" in str(caught.value)  # whole=True alone would not help
 
 
 class Temperature(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.checkpoints import Part, load, save
 
-from balanced_parallel.training.state import join_tensors, split_tensors
+from balanced_parallel.state.state import join_tensors, split_tensors
 
 Point = collections.namedtuple("Point", ["x", "y"])
 

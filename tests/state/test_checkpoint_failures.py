@@ -17,7 +17,7 @@ from helpers.steps import make_step as make_any_step
 from torch import nn
 
 from balanced_parallel import Checkpoints, parallelize
-from balanced_parallel.training import checkpoint
+from balanced_parallel.state import checkpoint
 
 PROGRAM = """
 import sys

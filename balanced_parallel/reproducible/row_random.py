@@ -18,7 +18,6 @@ A kernel that was not replaced is detected, because it advances the generator.
 """
 
 import contextlib
-import contextvars
 import functools
 import itertools
 import warnings
@@ -28,7 +27,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .torch_private import CUDNN_LAYERS, REFUSED_DRAWS, attention_in_parts, has_kernel
+from ..runtime.random_numbers import forward_by_row
+from ..runtime.torch_private import CUDNN_LAYERS, REFUSED_DRAWS, attention_in_parts, has_kernel
 
 _LOW = 2**32 - 1
 _DRAW_BITS = 24  # These low bits of a ticket are the number of a draw.
@@ -167,13 +167,13 @@ class Forward:
         # replicas of one device that take turns
         other = _forwards.get(self._generator.initial_seed() >> _DRAW_BITS)
         self._state_before = self._generator.get_state() if other is None else other._state_before
-        token = running.set(self)
+        token = forward_by_row.set(self)
         self._generator.manual_seed((self.ticket << _DRAW_BITS) + len(self.drawn))
         try:
             yield
             self._begin(*_END[:2])
         finally:
-            running.reset(token)
+            forward_by_row.reset(token)
             self._generator.set_state(self._state_before)
 
     def seeds(self, operator: str, like: Tensor) -> tuple[Tensor, int]:
@@ -241,7 +241,6 @@ def _difference(number: int, *draws: tuple[str, tuple[int, ...], int]) -> ValueE
     )
 
 
-running: contextvars.ContextVar[Forward | None] = contextvars.ContextVar("running", default=None)
 # torch calls kernels of the process with a tensor and a generator. The seed of the generator has a
 # ticket, which finds a forward.
 # 40 bits, so that nobody's seed is a ticket by chance
@@ -262,7 +261,8 @@ def _find_forward(device: torch.device) -> Forward | None:
     """Returns the forward that draws on a device: that of this thread, or one of which a backward
     runs a part again.
     """
-    if (forward := running.get()) is not None:
+    forward: Forward | None = forward_by_row.get()
+    if forward is not None:
         return forward
     devices = [device]  # the thread of a device's backward may draw on the host too
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:

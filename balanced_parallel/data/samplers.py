@@ -13,21 +13,10 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from ..batch.plan import consecutive, split_sizes
 from ..runtime import collectives
 from ..runtime.values import check_number, check_type, naming_arguments
-from .plan import Combine, consecutive, cut_by_cost, sorted_rows, split_sizes
-
-# The process has one, since a step is given batches and not the sampler that made them. The ranks
-# of a step compare it.
-_begun = "no RankBatchSampler"
-
-
-def begun_batches() -> str:
-    """Describes the batches that a sampler over the ranks of the process group began last.
-
-    Ranks compare them.
-    """
-    return _begun
+from .cuts import Combine, cut_by_cost, sorted_rows
 
 
 class RankBatchSampler(Sampler[list[int]]):
@@ -164,13 +153,14 @@ class RankBatchSampler(Sampler[list[int]]):
             )
         ranks = self.ranks
         if self._rank is None and self._ranks is None and ranks > 1:
-            global _begun
             settings = f"{self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
             if self.micro_batch_size is not None:
                 settings += f", micro_batch_size={self.micro_batch_size}"
             if self.sampler is not None:
                 settings += f", {type(self.sampler).__name__} with order {zlib.crc32(repr(order).encode()):x}"
-            _begun = f"{type(self).__name__} of {settings}"
+            collectives.facts_of_process["the sampler's batches"] = (
+                f"{type(self).__name__} of {settings}"
+            )
         for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
             if self.ranks != ranks:
                 raise RuntimeError(

@@ -16,92 +16,38 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.rows import Batch, ParallelModel, Shard
+from ..batch.rows import Batch, Shard
 from ..loss.copies import Calls
 from ..loss.kinds import Kind
 from ..runtime.collectives import gather_objects, rank, tell_failure, world_size
-from ..runtime.row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
-from .settings import Settings
-from .snapshot import Snapshot
-from .update import BatchRun, Compute, Forwards, Reduced, Work
-
-
-class RandomByRow:
-    """The random numbers of a :class:`TrainStep` with ``reproducible=True``.
-
-    ``before`` is for what the small forwards change.
-    """
-
-    def __init__(self, model: ParallelModel, before: Snapshot) -> None:
-        if draws_in_compiled_code(model.module):
-            raise ValueError(
-                "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
-                "torch._inductor.config.fallback_random = True before torch.compile"
-            )
-        self._device = model.devices[0]
-        self._before = before
-        # walked once: a thousand modules take almost a millisecond
-        self._modules = list(model.modules())
-        self.draws: dict[Hashable, list[Draw]] = {}  # the draws of each kind of batch that has run
-
-    def kind_of(self, batch: Batch) -> Hashable:
-        """Returns a key that is equal for batches in which the same operators draw."""
-        leaves = containers.leaves((batch.inputs, batch.targets))
-        types = [
-            (place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)
-        ]
-        return tuple([module.training for module in self._modules]), *types
-
-    def find_draws(
-        self, kind: Hashable, batch: Batch, update: UpdateRandom, run: Callable[[Shard], object]
-    ) -> None:
-        """Runs two and three rows, and puts back what they change.
-
-        A rank without rows runs none, twice.
-        """
-        self._before.take()
-        try:
-            with torch.no_grad():
-                for count in (2, 3) if batch.rows else (0, 0):
-                    # One row is repeated where rows have lengths of their own.
-                    distinct = 1 if batch.pads else batch.rows or 0
-                    run(batch.shard([row % distinct for row in range(count)], self._device))
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
-                "first device, also with micro_batch_size='auto': pass smaller rows, or leave reproducible=True out"
-            )
-            raise
-        finally:
-            self._before.restore()
-        if batch.rows:
-            self.draws[kind] = find_draws(*update.forwards[-2:])
+from ..training.settings import Settings
+from ..training.update import Arithmetic, BatchRun, Compute, Forwards, Limit, Reduced, Work
+from .row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 
 
 class NumberedRows:
     """The rows of one update, which have numbers over all ranks and batches.
 
-    ``open_work`` returns the work that runs them. ``group`` is the number of rows that run together
-    in any layout, or None.
+    ``open_work`` returns the work that runs them.
     """
 
     def __init__(
         self,
-        random: RandomByRow,
+        arithmetic: "ArithmeticByRow",
         forwards: Forwards,
         kind: Kind,
         open_work: Callable[[], Work],
-        group: int | None = None,
+        limit: Limit,
     ) -> None:
-        self._random = random
+        self._arithmetic = arithmetic
         self._forwards = forwards
         self._kind = kind
         self._open_work = open_work
-        self._group = group
+        self._group = arithmetic.group(limit)
         self._work: Work | None = None
         self._update: UpdateRandom | None = None
         # The state of the CPU's generator before the seed of the update.
@@ -111,8 +57,8 @@ class NumberedRows:
         """Numbers the rows of a batch, and runs it."""
         batch = run.batch
         rows = run.batch.rows or 0
-        kind = self._random.kind_of(batch)
-        is_known = not rows or kind in self._random.draws
+        kind = self._arithmetic.batch_kind(batch)
+        is_known = not rows or kind in self._arithmetic.draws
         if self._update is None:
             everyone = gather_objects(
                 (int(torch.empty((), dtype=torch.int64).random_()), rows, is_known)
@@ -154,13 +100,13 @@ class NumberedRows:
                     # The state of the criterion differs between the two forwards.
                     return loss.loss(calls.copies, device, is_split=False).collect(calls)
 
-            self._random.find_draws(
+            self._arithmetic.find_draws(
                 kind,
                 batch,
                 update,
                 lambda shard: self._forwards.run([surround(shard, None)], compute),
             )
-        draws = self._random.draws.get(kind, [])
+        draws = self._arithmetic.draws.get(kind, [])
         self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
@@ -195,3 +141,66 @@ class NumberedRows:
         if self._work is None:
             self._work = self._open_work()
         return self._work
+
+
+class ArithmeticByRow(Arithmetic):
+    """Floating point, with random numbers that follow the rows."""
+
+    number_rows = NumberedRows
+
+    def check(self, optimizers: Sequence[torch.optim.Optimizer], micro_batch_size: object) -> None:
+        """Raises ``ValueError`` for a compiled module that draws random numbers itself."""
+        if draws_in_compiled_code(self.model.module):
+            raise ValueError(
+                "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
+                "torch._inductor.config.fallback_random = True before torch.compile"
+            )
+
+    @functools.cached_property
+    def draws(self) -> dict[Hashable, list[Draw]]:
+        """The draws of each kind of batch that has run."""
+        return {}
+
+    @functools.cached_property
+    def _modules(self) -> list[nn.Module]:
+        # walked once: a thousand modules take almost a millisecond
+        return list(self.model.modules())
+
+    def group(self, limit: Limit) -> int | None:
+        """Returns the number of rows that run together in any layout, or None."""
+        return None
+
+    def batch_kind(self, batch: Batch) -> Hashable:
+        """Returns a key that is equal for batches in which the same operators draw."""
+        leaves = containers.leaves((batch.inputs, batch.targets))
+        types = [
+            (place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)
+        ]
+        return tuple([module.training for module in self._modules]), *types
+
+    def find_draws(
+        self, kind: Hashable, batch: Batch, update: UpdateRandom, run: Callable[[Shard], object]
+    ) -> None:
+        """Runs two and three rows, and puts back what they change.
+
+        A rank without rows runs none, twice.
+        """
+        self.before.take()
+        try:
+            with torch.no_grad():
+                for count in (2, 3) if batch.rows else (0, 0):
+                    # One row is repeated where rows have lengths of their own.
+                    distinct = 1 if batch.pads else batch.rows or 0
+                    run(
+                        batch.shard([row % distinct for row in range(count)], self.model.devices[0])
+                    )
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
+                "first device, also with micro_batch_size='auto': pass smaller rows, or leave reproducible=True out"
+            )
+            raise
+        finally:
+            self.before.restore()
+        if batch.rows:
+            self.draws[kind] = find_draws(*update.forwards[-2:])

@@ -9,8 +9,8 @@ import collections
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from ..batch.rows import ParallelModel
-from ..loss.criterion import DataParallelCriterion
 from ..optim.balanced import BalancedOptimizer
 from ..runtime import collectives
 from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from ..runtime.torch_private import is_sharded, uncompiled_name
-from ..runtime.values import Precision, check_type
+from ..runtime.values import check_type
+from ..training.settings import TrainedObjects, names_by_group
 
 _REMEDY = "build model and optimizer as they were when the state was saved"
 _ENTRIES = {
@@ -42,15 +40,8 @@ _ENTRIES = {
 }
 
 
-class TrainedState(NamedTuple):
-    """The objects of a training step that have state."""
-
-    model: ParallelModel
-    criterion: DataParallelCriterion
-    optimizers: Sequence[Optimizer]
-    schedulers: Sequence[LRScheduler]
-    precision: Precision  # The scaler is in it.
-    trained: Mapping[str, Tensor]  # the parameters by name
+class TrainedState(TrainedObjects):
+    """The state of the objects of a training step."""
 
     def save(self) -> dict[str, Any]:
         """Returns the state. Every rank calls this. Tensors are not copied."""
@@ -244,21 +235,6 @@ def class_name(optimizer: Any) -> str:
         return optimizer.recipe[0].__name__
     # A ZeroRedundancyOptimizer has it.
     return type(getattr(optimizer, "optim", optimizer)).__name__
-
-
-def names_by_group(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[list[str]]:
-    """Returns the names of the parameters in each group, in the order in which a ``state_dict()``
-    numbers them.
-    """
-    names = {id(parameter): uncompiled_name(name) for name, parameter in trained.items()}
-    groups = (
-        optimizer.recipe[1] if isinstance(optimizer, BalancedOptimizer) else optimizer.param_groups
-    )
-    numbers = itertools.count()
-    return [
-        [names.get(id(parameter), f"parameter {next(numbers)}") for parameter in group["params"]]
-        for group in groups
-    ]
 
 
 TreePath = tuple[Any, ...]

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from helpers.by_row import CPU, drawing_by_row, has_kernels_of_torch
 
-from balanced_parallel.runtime import row_random
-from balanced_parallel.runtime.row_random import Forward, UpdateRandom, philox, uniform
+from balanced_parallel.reproducible import row_random
+from balanced_parallel.reproducible.row_random import Forward, UpdateRandom, philox, uniform
 
 
 def philox_of_python(key, counter):

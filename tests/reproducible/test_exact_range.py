@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, parallelize, simulate
-from balanced_parallel.training import exact
+from balanced_parallel.reproducible import exact
 
 ROWS = 11
 BITS = {"micro_batch_size": 2, "reproducible": "bits"}
@@ -70,7 +70,7 @@ def test_an_element_has_twelve_bits_at_least():
         total = exact.ExactSum()
         result = torch.zeros_like(gradient)
         total.add(gradient, *exact.magnitudes_of([gradient])[0])
-        total.write(result)
+        total.write(result, 1.0)
         assert_close(result, gradient, rtol=2.0**-11, atol=0)
 
 

@@ -15,7 +15,7 @@ from helpers.processes import PROCESSES
 from helpers.slow import slow
 
 from balanced_parallel import Checkpoints
-from balanced_parallel.training import checkpoint
+from balanced_parallel.state import checkpoint
 
 CALLS = ("rename", "fsync", "mkdir", "unlink", "rmdir", "open")
 

@@ -27,7 +27,7 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-from balanced_parallel.training import exact
+from balanced_parallel.reproducible import exact
 
 ROWS, SIZE = 11, 2
 BITS = {"micro_batch_size": SIZE, "reproducible": "bits"}
@@ -119,7 +119,7 @@ def sum_of(gradients, parts):
         first.merge(other, torch.device("cpu"))
     first.complete((), gradients[0])
     total = torch.zeros_like(gradients[0], dtype=torch.float64)
-    first.write(total)
+    first.write(total, 1.0)
     return total.to(gradients[0].dtype)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_parallel.runtime.row_random import Forward, UpdateRandom
+from balanced_parallel.reproducible.row_random import Forward, UpdateRandom
 
 CPU = torch.device("cpu")
 UPDATES = 24

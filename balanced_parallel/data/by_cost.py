@@ -12,27 +12,15 @@ A batch is a list of samples, of which ``collate`` makes shards, or padded tenso
 trimmed.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..runtime.collectives import world_size
-from ..runtime.devices import Devices, pin
-from ..runtime.values import check_number, check_type
-from . import containers
-from .plan import (
-    Combine,
-    Plan,
-    RowNumbers,
-    cost_of_shard,
-    count_micro_batches,
-    cut_by_cost,
-    cut_to_budget,
-)
-from .rows import (
+from ..batch import containers
+from ..batch.plan import Plan, RowNumbers, count_micro_batches
+from ..batch.rows import (
     NOTHING,
     Along,
     Arguments,
@@ -50,6 +38,10 @@ from .rows import (
     take,
     without_mark,
 )
+from ..runtime.collectives import world_size
+from ..runtime.devices import Devices, pin
+from ..runtime.values import check_cost, check_number, check_type
+from .cuts import Combine, cost_of_shard, cut_by_cost, cut_to_budget
 
 Collate = Callable[[list[Any]], object]  # makes inputs and targets of samples
 Trim = int | Mapping[str, int]
@@ -109,7 +101,7 @@ class ByCost(Cut):
             raise ValueError(
                 "collate= and trim= were given: expected collate= for lists of samples, trim= for padded batches"
             )
-        check_limit("limit", limit)
+        check_cost("limit", limit)
         self.cost = cost
         self.collate = collate
         self.trim = trim
@@ -127,7 +119,7 @@ class ByCost(Cut):
         is_strict: bool,
     ) -> "CostBatch":
         """Takes a batch apart: padded tensors, or with ``collate`` a list of samples."""
-        limit = LimitKind(unit, is_strict)
+        limit = unit, is_strict
         if self.collate is not None:
             return _Samples(self, self.collate, limit, inputs, targets, mark)
         return _Padded(
@@ -135,22 +127,9 @@ class ByCost(Cut):
         )
 
 
-def check_limit(name: str, cost: object) -> None:
-    """Raises ``TypeError`` or ``ValueError`` unless ``cost`` is a positive number or None."""
-    if cost is not None:  # ulp(0) is the smallest positive number
-        check_number(
-            name,
-            cost,
-            "a positive number, the cost of a device in one forward",
-            at_least=math.ulp(0.0),
-        )
-
-
-class LimitKind(NamedTuple):
-    """The meaning of a limit of a device in one forward."""
-
-    unit: str  # "rows" or "cost"
-    is_strict: bool  # A row over the limit is an error; otherwise it runs alone.
+# The unit of a limit of a device in one forward, "rows" or "cost". True if a row over the limit is
+# an error; otherwise it runs alone.
+LimitKind = tuple[str, bool]
 
 
 class CostBatch(Batch):
@@ -169,7 +148,7 @@ class CostBatch(Batch):
     ) -> None:
         super().__init__(inputs, targets, dims)
         self.costs = costs
-        self._limit = limit
+        self._unit, self._is_strict = limit
         self._combine = cut.combine
 
     def plan(
@@ -215,14 +194,12 @@ class CostBatch(Batch):
         costs = self.costs
         most_rows = None
         budget = None
-        if self._limit.unit == "rows" or limit is None or not costs:
-            most_rows = None if limit is None or self._limit.unit == "cost" else int(limit)
+        if self._unit == "rows" or limit is None or not costs:
+            most_rows = None if limit is None or self._unit == "cost" else int(limit)
             needed = count_micro_batches(len(costs), most_rows, devices)
         else:
             budget = (
-                limit
-                if self._limit.is_strict
-                else max(limit, cost_of_shard([max(costs)], self._combine))
+                limit if self._is_strict else max(limit, cost_of_shard([max(costs)], self._combine))
             )
             needed = -(-len(cut_to_budget(costs, budget, self._combine)) // devices)
         count = agree(needed)

@@ -24,14 +24,13 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..batch.containers import map_tensors
-from ..batch.rows import Cut, ParallelModel, Shard, move_leaves
-from ..loss.criterion import DataParallelCriterion
+from ..batch.rows import Shard, move_leaves
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_numbers, power_of_two, run_backward
 from ..optim.balanced import BalancedOptimizer, is_elementwise
@@ -40,9 +39,10 @@ from ..replicas.buckets import accumulate
 from ..runtime.devices import Devices
 from ..runtime.torch_private import foreach_multiply_
 from ..runtime.values import scaled
-from .settings import Settings, Unchecked
-from .sync import GradientSync, GroupReport, GroupSync, UpdateSync
-from .update import Accumulation, Arithmetic, BatchRun, Compute, Forwards, Limit, Reduced
+from ..training.settings import Settings, Unchecked
+from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync
+from ..training.update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
+from .numbered_rows import ArithmeticByRow
 
 _BITS = 52  # of the largest element of a gradient, and at least 44
 _LEAST_BITS = 12  # Each element has as many. A smaller one has another unit.
@@ -54,7 +54,9 @@ _COMMUNICATES = (
     "reproducible='bits' with a module or a criterion that communicates with other ranks, expected one that does not: leave out "
     "its collectives"
 )
-_ELEMENTS = 2**22  # So many squares are in memory at a time.
+# So many elements of a tensor are computed at a time. On the CPU they stay in its cache.
+_ELEMENTS = 2**22
+_ELEMENTS_ON_CPU = 2**16
 
 
 class ExactSum:
@@ -71,62 +73,112 @@ class ExactSum:
         Magnitudes that are not 0 are between ``largest`` and ``smallest``.
         """
         if not math.isfinite(largest * factor):
-            self._add(_NOT_FINITE, torch.zeros_like(gradient, dtype=torch.int64))
+            self.complete([_NOT_FINITE], gradient)
             return
+        # The factor over a unit is a number of float64, too.
+        smallest_unit = _SMALLEST + max(math.frexp(factor)[1], 0)
         rest = gradient
         while largest:
             _, exponent = math.frexp(largest * factor)
-            unit = max(-(-exponent // _STEP) * _STEP - _BITS, _SMALLEST)
+            unit = max(-(-exponent // _STEP) * _STEP - _BITS, smallest_unit)
             least = 2.0 ** (unit + _LEAST_BITS) / factor
             largest = 0.0
             large = rest
-            if smallest < least and unit > _SMALLEST:
+            if smallest < least and unit > smallest_unit:
                 large = rest.masked_fill(rest.abs() < least, 0)
                 rest = rest - large
                 largest = float(rest.abs().max())
-            counts = large.double() * factor * 2.0**-unit
-            self._add(unit, counts.to(torch.int64, memory_format=torch.contiguous_format))
+            self._count(unit, large, factor)
 
     def merge(self, other: "ExactSum", device: torch.device) -> None:
         """Adds another sum, on a device."""
         for unit, integers in other.integers.items():
-            self._add(unit, integers.to(device))
+            if unit in self.integers:
+                self.integers[unit] += integers.to(device)
+            else:
+                self.integers[unit] = integers.to(device)
 
     def complete(self, units: Iterable[int], like: Tensor) -> None:
         """Adds zeros of the units that only other ranks have. All ranks have one order then."""
         for unit in units:
             if unit not in self.integers:
-                self.integers[unit] = torch.zeros_like(like, dtype=torch.int64)
+                self.integers[unit] = _integers_like(like).zero_()
         self.integers = dict(sorted(self.integers.items(), reverse=True))
 
-    def write(self, total: Tensor) -> None:
-        """Adds the sum to a tensor of float64: nan if a gradient was not finite."""
-        for unit, integers in self.integers.items():
-            size = math.nan if unit == _NOT_FINITE else 2.0**unit
-            total.add_(integers, alpha=size)
+    def write(self, result: Tensor, divisor: float) -> None:
+        """Writes the sum over a divisor, rounded once: nan if a gradient was not finite."""
+        sizes = [math.nan if unit == _NOT_FINITE else 2.0**unit for unit in self.integers]
+        columns = [_parts(integers) for integers in self.integers.values()]
+        contiguous = result.contiguous()
+        for part, *counts in zip(_parts(contiguous), *columns, strict=True):
+            total = torch.zeros_like(part, dtype=torch.float64)
+            for count, size in zip(counts, sizes, strict=True):
+                total.add_(count, alpha=size)
+            part.copy_(total.div_(divisor))
+        if contiguous is not result:
+            result.copy_(contiguous)
 
-    def _add(self, unit: int, integers: Tensor) -> None:
-        if unit in self.integers:
-            self.integers[unit] += integers
-        else:
-            self.integers[unit] = integers
+    def _count(self, unit: int, values: Tensor, factor: float) -> None:
+        """Adds values times a power of two, in units."""
+        scale = factor * 2.0**-unit
+        is_new = unit not in self.integers
+        if is_new:
+            self.integers[unit] = _integers_like(values)
+        for part, total in zip(_parts(values), _parts(self.integers[unit]), strict=True):
+            counts = part.double() * scale
+            if is_new:
+                total.copy_(counts)
+            else:
+                total += counts.long()
 
 
-def magnitudes_of(tensors: Sequence[Tensor]) -> list[list[float]]:
+def _integers_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device)
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Returns a tensor in parts. Those of a contiguous one are views."""
+    size = _ELEMENTS_ON_CPU if tensor.is_cpu else _ELEMENTS
+    return [tensor] if tensor.numel() <= size else tensor.reshape(-1).split(size)
+
+
+def magnitudes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
     """Returns the largest magnitude in each tensor, and the smallest that is not 0.
 
-    The host waits once.
+    The host waits once, and again if there are zeros.
     """
+    magnitudes = _ends(tensors)
+    with_zeros = [number for number, (_, smallest) in enumerate(magnitudes) if smallest == 0]
+    others = _ends([tensors[number] for number in with_zeros], without_zeros=True)
+    for number, ends in zip(with_zeros, others, strict=True):
+        magnitudes[number] = magnitudes[number][0], ends[1]
+    return magnitudes
+
+
+def _ends(tensors: Sequence[Tensor], *, without_zeros: bool = False) -> list[tuple[float, float]]:
+    """Returns the largest magnitude in each tensor, and the smallest. The host waits once."""
     if not tensors:
         return []
     home = tensors[0].device
     ends = []
     for tensor in tensors:
-        magnitudes = tensor.abs() if tensor.numel() else tensor.new_zeros(1)
-        smallest = magnitudes.masked_fill(magnitudes == 0, math.inf).min()
-        ends.append(torch.stack([magnitudes.max(), smallest]).double().to(home))
-    numbers: list[list[float]] = torch.stack(ends).tolist()
-    return numbers
+        largest, smallest = _ends_of(tensor, without_zeros=without_zeros)
+        ends += [largest.to(home), smallest.to(home)]
+    numbers = torch.stack(ends).tolist()
+    return [*zip(numbers[::2], numbers[1::2], strict=True)]
+
+
+def _ends_of(tensor: Tensor, *, without_zeros: bool) -> tuple[Tensor, Tensor]:
+    ends = []
+    for part in _parts(tensor if tensor.numel() else tensor.new_zeros(1)):
+        magnitudes = part.abs()
+        if without_zeros:
+            magnitudes.masked_fill_(magnitudes == 0, math.inf)
+        ends.append(magnitudes.aminmax())
+    if len(ends) == 1:
+        return ends[0].max, ends[0].min
+    smallest, largest = zip(*ends, strict=True)
+    return torch.stack(largest).max(), torch.stack(smallest).min()
 
 
 def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -145,7 +197,7 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
 
 def _norm(gradients: Sequence[Tensor]) -> float:
     """Returns the norm. Squares, over that of the largest element, are integers of 62 bits."""
-    magnitudes = [largest for largest, _ in magnitudes_of(gradients)]
+    magnitudes = [largest for largest, _ in _ends(gradients)]
     largest = max(magnitudes, default=0.0)
     if not all(map(math.isfinite, magnitudes)):
         return sum(magnitudes)
@@ -155,7 +207,7 @@ def _norm(gradients: Sequence[Tensor]) -> float:
     scale = 2.0 ** min(-exponent, 1000)
     sums = []
     for gradient in gradients:
-        for part in gradient.reshape(-1).split(_ELEMENTS):
+        for part in _parts(gradient):
             squares = (part.double() * scale).square_().mul_(2.0**31)
             high = squares.floor()
             low = squares.sub_(high).mul_(2.0**31)
@@ -362,10 +414,7 @@ class ExactAccumulation(Accumulation):
         while totals:
             parameter, total = totals.pop()
             gradient = torch.empty_like(parameter)
-            real = _real(gradient)
-            quotient = torch.zeros_like(real, dtype=torch.float64)
-            total.write(quotient)
-            real.copy_(quotient.div_(divisor))
+            total.write(_real(gradient), divisor)
             accumulate([parameter], {0: gradient})
             del total
 
@@ -395,26 +444,29 @@ def _own_memory(shard: Shard) -> Shard:
     return shard._replace(inputs=inputs, targets=targets)
 
 
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Casts a weight in each use, in this block.
-
-    The cache is for leaves alone, so a weight with several uses would sum its gradients in another
-    dtype on the first device than on others.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
-class ExactArithmetic(Arithmetic):
+class ExactArithmetic(ArithmeticByRow):
     """Exact sums of groups of rows: their bits are the same on any number of devices and ranks."""
+
+    accumulation = ExactAccumulation
+    clip = staticmethod(clip_exactly)
+
+    @contextlib.contextmanager
+    def surround(self) -> Iterator[None]:
+        """Casts a weight in each use, in this block.
+
+        The cache is for leaves alone, so a weight with several uses would sum its gradients in another
+        dtype on the first device than on others.
+        """
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(before)
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer], micro_batch_size: object) -> None:
         """Raises ``ValueError`` for settings of a step whose bits depend on the layout."""
+        super().check(optimizers, micro_batch_size)
         whole = {*self.model.parameters(), *self.criterion.parameters()}
         names = sorted({_name_of(device) for device in self.model.devices})
         refused = ""
@@ -473,18 +525,8 @@ class ExactArithmetic(Arithmetic):
         }
 
 
-def choose_arithmetic(
-    reproducible: bool | Literal["bits"],
-    model: ParallelModel,
-    criterion: DataParallelCriterion,
-    cut: Cut | None,
-) -> Arithmetic:
-    """Returns the arithmetic of a step with this setting."""
-    if reproducible != "bits":
-        return Arithmetic(model, criterion, cut)
-    return ExactArithmetic(
-        model, criterion, cut, ExactAccumulation, clip_exactly, _without_autocast_cache
-    )
+# The arithmetic of a step by its setting ``reproducible``.
+ARITHMETIC = {True: ArithmeticByRow, "bits": ExactArithmetic}
 
 
 def _check_determinism(devices: Devices) -> None:

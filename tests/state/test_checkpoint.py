@@ -156,7 +156,7 @@ class Bomb:
 
 @pytest.mark.parametrize("with_digests", [False, True])
 def test_planted_pickle_does_not_run(three, tmp_path, with_digests):
-    from balanced_parallel.training.checkpoint import digests
+    from balanced_parallel.state.checkpoint import digests
 
     planted = tmp_path / "exploded"
     folder = three / "step-00000003"

@@ -19,7 +19,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import ByCost, DataParallelCriterion, simulate
-from balanced_parallel.runtime import row_random
+from balanced_parallel.reproducible import row_random
 from balanced_parallel.savings import checkpoint_activations
 
 ROWS = 7
@@ -315,8 +315,8 @@ def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
 
 
 FILES = {
-    False: ("runtime/row_random.py", "training/reproducible.py", "training/exact.py"),
-    True: ("training/exact.py",),
+    False: ("reproducible/row_random.py", "reproducible/numbered_rows.py", "reproducible/exact.py"),
+    True: ("reproducible/exact.py",),
 }
 
 

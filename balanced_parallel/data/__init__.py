@@ -1,0 +1,1 @@
+"""Batches whose rows differ in cost, and the batches of each rank."""

@@ -1,0 +1,1 @@
+"""The same random numbers, and the same bits, in any layout."""
