@@ -227,13 +227,12 @@ class ExactAccumulation(Accumulation):
         forwards: Forwards,
         sync: GroupSync,
         kind: Kind,
-        limit: Limit,
         weight_before: float,
     ) -> None:
-        super().__init__(forwards, sync, kind, limit, weight_before)
+        super().__init__(forwards, sync, kind, weight_before)
         _check_determinism(forwards.model.devices)
         self._groups = sync
-        self._rows = int(limit.value or 1)  # Rows of a group.
+        self._rows = int(forwards.limit.value or 1)  # Rows of a group.
         self._trained = list(forwards.trained.values())
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []

@@ -21,7 +21,7 @@ from .recovery import retrying_allocations
 from .settings import Settings, Unchecked
 from .snapshot import Snapshot, explain_writes, record_versions
 from .sync import gradient_sync
-from .update import Accumulation, Attempt, BatchRun, Forwards, Limit, Reduced
+from .update import Accumulation, Attempt, BatchRun, Forwards, Reduced
 
 
 class TwoPasses(Attempt):
@@ -146,9 +146,7 @@ class TwoPasses(Attempt):
         return self.sync.discard(ElsewhereFailure())
 
 
-def begin_update(
-    forwards: Forwards, last: Reduced | None = None, micro_batch_size: int | None = None
-) -> Attempt:
+def begin_update(forwards: Forwards, last: Reduced | None = None) -> Attempt:
     """Begins an update of a step of your own.
 
     Returns an :class:`Accumulation`, or a :class:`TwoPasses` around it for a loss that needs all
@@ -159,7 +157,6 @@ def begin_update(
         forwards: those of the step.
         last: the result of the update before. A loss may need one pass then, where the first
             update has taken two.
-        micro_batch_size: rows per device at most in one forward; ``None`` runs each batch at once.
 
     Raises:
         TypeError: the model is another one than those of :class:`Forwards`.
@@ -167,8 +164,8 @@ def begin_update(
     Example:
         >>> net = torch.nn.Linear(4, 1)
         >>> model = DataParallelModel(net, ["cpu"] * 2)
-        >>> forwards = Forwards(model, DataParallelCriterion(torch.nn.MSELoss()))
-        >>> work = begin_update(forwards, micro_batch_size=2)
+        >>> forwards = Forwards(model, DataParallelCriterion(torch.nn.MSELoss()), limit=2)
+        >>> work = begin_update(forwards)
         >>> with forwards.updating(work):
         ...     work.add(forwards.batch(torch.ones(7, 4), torch.ones(7, 1)))
         ...     reduced = work.finish()
@@ -180,11 +177,10 @@ def begin_update(
     kind = criterion.follow_reduction()
     if last is not None and last.kind.reduction == kind.reduction:
         kind = last.kind
-    limit = Limit("rows", micro_batch_size)
     sync = gradient_sync(model, criterion).open()
-    accumulation = Accumulation(forwards, sync, kind, limit, last.weight if last else 0.0)
+    accumulation = Accumulation(forwards, sync, kind, last.weight if last else 0.0)
     if kind.passes == 1:
         return accumulation
     before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
-    may_split = micro_batch_size is not None or len(model.devices) * world_size() > 1
+    may_split = forwards.limit.value is not None or len(model.devices) * world_size() > 1
     return TwoPasses(accumulation, before, is_auto=False, may_split=may_split)

@@ -194,6 +194,7 @@ class TrainStep:
             self.model,
             criterion,
             self.precision,
+            self._limit,
             keeps_order=cut is not None,
             prepare=self._arithmetic.prepare(),
         )
@@ -259,10 +260,10 @@ class TrainStep:
         """
         outputs: list[PerReplica] = []
         with self._updating(is_last=True) as (update, hooks):
-            self._add(
-                update,
-                BatchRun(self._open(inputs, targets), True, outputs if return_outputs else None),
-            )
+            collected = outputs if return_outputs else None
+            run = BatchRun(self._open(inputs, targets), True, collected)
+            self._forwards.begin(run)
+            update.add(run)
             loss = self._apply(update, hooks)
         return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
 
@@ -272,7 +273,9 @@ class TrainStep:
         An ``add`` that fails drops all rows since the last update, with a note on its error.
         """
         with self._updating(is_last=False) as (update, _):
-            self._add(update, BatchRun(self._open(inputs, targets), False))
+            run = BatchRun(self._open(inputs, targets), False)
+            self._forwards.begin(run)
+            update.add(run)
             update.optimizers.note_gradients()
 
     def apply(self) -> Tensor:
@@ -390,35 +393,13 @@ class TrainStep:
         sync = sync or self._open_sync()
         optimizers.forget_gradients()
         accumulation = self._arithmetic.accumulation(
-            self._forwards, sync, self._kind, self._limit, self._weight_before
+            self._forwards, sync, self._kind, self._weight_before
         )
         if self._kind.passes == 1:
             return accumulation
         return TwoPasses(
             accumulation, self._before_pass, is_auto=self._is_auto, may_split=self._may_split
         )
-
-    def _add(self, update: Update, run: BatchRun) -> None:
-        """Adds a batch.
-
-        If the criterion communicates with other ranks, each of them has to call it once.
-        """
-        calls = self._forwards.copies.collectives
-        if calls.is_used and not run.is_whole:
-            calls.refuse()
-        if calls.asks and run.is_whole:
-            calls.agree(
-                len([*run.batch.plan(self.model.devices, self.model.split, self._limit.value, int)])
-            )
-        if not run.batch.targets.inputs:
-            self._kind.begin_step(self.model, run.batch)
-        try:
-            update.add(run)
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                "expected less memory at a time: TrainStep(..., micro_batch_size='auto') runs a batch again in smaller pieces"
-            )
-            raise
 
     def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
         reduced = update.finish(self._settings)

@@ -164,6 +164,8 @@ class Forwards:
         model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
         criterion: a :class:`DataParallelCriterion`.
         precision: as in :class:`TrainStep`.
+        limit: rows per device at most in one forward, or a :class:`Limit`; ``None`` runs each batch
+            at once.
         keeps_order: notes the order of rows in the outputs that are collected.
         prepare: gives shards memory of their own before a forward, if that is needed.
 
@@ -186,6 +188,7 @@ class Forwards:
         model: ParallelModel,
         criterion: DataParallelCriterion,
         precision: str | Precision = "fp32",
+        limit: "int | Limit | None" = None,
         *,
         keeps_order: bool = False,
         prepare: Callable[[Shard], Shard] | None = None,
@@ -195,6 +198,7 @@ class Forwards:
         self.copies = criterion.copies.without_notes()
         self.precision = precision if isinstance(precision, Precision) else Precision(precision)
         self.precision.scaler_on(model.devices[0])  # makes the scaler of fp16
+        self.limit = limit if isinstance(limit, Limit) else Limit("rows", limit)
         self.trained = _trained_tensors(model, criterion)
         self._keeps_order = keeps_order
         self._prepare = prepare
@@ -225,10 +229,23 @@ class Forwards:
         Raises:
             ValueError: the rows of inputs and targets do not fit.
         """
-        batch = Batch(*self.mark(inputs, spread(targets)))
-        if not batch.targets.inputs:
-            self.criterion.kind.begin_step(self.model, batch)
-        return BatchRun(batch, is_last)
+        run = BatchRun(Batch(*self.mark(inputs, spread(targets))), is_last)
+        self.begin(run)
+        return run
+
+    def begin(self, run: BatchRun) -> None:
+        """Begins a batch. All ranks call this for their last one.
+
+        If the criterion communicates with other ranks, each of them has to call it once.
+        """
+        calls = self.copies.collectives
+        if calls.is_used and not run.is_whole:
+            calls.refuse()
+        if calls.asks and run.is_whole:
+            model = self.model
+            calls.agree(len([*run.batch.plan(model.devices, model.split, self.limit.value, int)]))
+        if not run.batch.targets.inputs:
+            self.criterion.kind.begin_step(self.model, run.batch)
 
     @contextlib.contextmanager
     def updating(self, work: Work) -> Iterator[None]:
@@ -283,7 +300,6 @@ class Accumulation(Attempt):
         forwards: those of the step.
         sync: the synchronisation of this update.
         kind: that of the loss.
-        limit: the largest micro-batch of a device.
         weight_before: that of the last update, over everything, or 0.
     """
 
@@ -292,7 +308,6 @@ class Accumulation(Attempt):
         forwards: Forwards,
         sync: UpdateSync,
         kind: Kind,
-        limit: Limit,
         weight_before: float,
     ) -> None:
         device = self._device = forwards.model.devices[0]
@@ -301,7 +316,6 @@ class Accumulation(Attempt):
         self.forwards = forwards
         self.sync = sync
         self.kind = kind
-        self._limit = limit
         self._weight: Weight = 0.0
         self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
         self._is_reduced = False  # over replicas and ranks: nothing can be added
@@ -362,7 +376,7 @@ class Accumulation(Attempt):
         model = self.forwards.model
         plan = list(
             run.batch.plan(
-                model.devices, model.split, self._limit.value, self.sync.count_micro_batches
+                model.devices, model.split, self.forwards.limit.value, self.sync.count_micro_batches
             )
         )
         self._has_plan = True
@@ -505,7 +519,13 @@ class Update:
     def add(self, run: BatchRun) -> None:
         """Adds a batch."""
         assert self._work is not None
-        self._work.add(run)
+        try:
+            self._work.add(run)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                "expected less memory at a time: TrainStep(..., micro_batch_size='auto') runs a batch again in smaller pieces"
+            )
+            raise
         self.has_rows = True
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
