@@ -77,6 +77,8 @@ setup(
     keywords=["pytorch", "data parallel", "gpu memory", "gradient accumulation", "out of memory", "DDP", "FSDP"],
     license="Apache-2.0",
     license_files=["LICENSE"],
+    # An editable installation is a path then, which type checkers follow. Without it, it is a hook of imports.
+    package_dir={"": "."},
     packages=find_packages(include=["balanced_parallel", "balanced_parallel.*"]),
     package_data={"balanced_parallel": ["py.typed", "simulation/native/*"]},
     python_requires=">=3.11",

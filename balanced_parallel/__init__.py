@@ -72,6 +72,14 @@ __all__ = [
     "weighted_mean",
 ]
 
+# Names of other libraries, and what to use.
+_ELSEWHERE = {
+    "BalancedDDPStrategy": "import it from balanced_parallel.integrations.lightning",
+    "BalancedStrategy": "import it from balanced_parallel.integrations.lightning",
+    "BalancedTrainer": "import it from balanced_parallel.integrations.transformers",
+    "DataParallel": "use DataParallelModel and DataParallelCriterion",
+    "Trainer": "use TrainStep, or BalancedTrainer of balanced_parallel.integrations.transformers",
+}
 _PLACES = {
     "Checkpoints": ".state.checkpoint",
     "simulate": ".simulation",
@@ -86,7 +94,8 @@ def __getattr__(name: str) -> Any:
     if name == "sum_over_rows":  # A program that imports it may not call it.
         return _refuse_sum_over_rows
     if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        advice = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     value = globals()[name] = getattr(importlib.import_module(_PLACES[name], __name__), name)
     return value
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from balanced_parallel import BalancedBatchSampler, ByCost, DataParallelCriterion, RankBatchSampler, gather
+from balanced_parallel import BalancedBatchSampler, ByCost, DataParallelCriterion, Precision, RankBatchSampler, gather
 
 CONTEXT = 64  # words of a row, in text without functions and classes
 LONGEST = 128  # words of a row at most
@@ -76,7 +76,7 @@ class Task:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch_size: int, precision: str) -> dict[str, float]:
         """Returns the loss over all validation rows of all ranks, the baseline beside it, and the accuracy of a classifier."""
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss(reduction="none"), precision=precision)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss(reduction="none"), precision=Precision(precision))
         model.eval()
         losses, hits = [], []
         for inputs, targets in make_loader(self.validation, RankBatchSampler(self.validation, batch_size)):

@@ -318,8 +318,10 @@ def test_readme_numbers_equal_the_benchmark_tables():
     )
     peers = (ROOT / "benchmarks" / "peers" / "README.md").read_text()
     for name, peer in {
-        "Trainer": "HF Trainer",
+        "`Trainer`": "HF Trainer",
+        "`Trainer`, told of the shift": "HF Trainer, told of the shift",
         "Accelerate": "Accelerate",
+        "Accelerate, tokens counted": "Accelerate, tokens counted",
         "Lightning Fabric": "Lightning Fabric",
         "DDP by hand": "DDP by hand",
     }.items():
@@ -328,10 +330,24 @@ def test_readme_numbers_equal_the_benchmark_tables():
         ).groups()
         assert (
             re.search(
-                rf"^\| \[`?{name}`?\]\S+ \| (\S+) \| (\S+) \|$", PAGES["README.md"], re.MULTILINE
+                rf"^\| \[{name}\]\S+ \| (\S+) \| (\S+) \|$", PAGES["README.md"], re.MULTILINE
             ).groups()
             == errors
         )
+
+
+def test_readme_has_the_error_of_predicted_memory():
+    table = (ROOT / "benchmarks" / "published" / "README.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    worst = {"layers": 0.0, "models": 0.0, "convolutions": 0.0}
+    for _, program, *_, difference, _ in (row[1:-1] for row in rows if row[7:8] and "%" in row[-3]):
+        layers = r"cross entropy|MLP|LayerNorm|RMSNorm|head|20 linear|GPT-2|BERT"
+        kind = "layers" if re.match(layers, program) else "models"
+        kind = "convolutions" if "Net" in program or "VGG" in program else kind
+        worst[kind] = max(worst[kind], abs(float(difference.rstrip("%"))))
+    assert worst["layers"] <= 0.2 < worst["models"] <= 5 < worst["convolutions"]
+    for said in ("[0.2 %]", "5 % for LoRA and ViT; convolutions are further off"):
+        assert said in PAGES["README.md"]
 
 
 def test_index_lists_all_pages_but_internals():
@@ -378,6 +394,6 @@ def test_pages_that_errors_name_exist():
 def test_troubleshooting_has_errors_as_the_package_raises_them():
     table = PAGES["docs/troubleshooting.md"].partition("## Errors and warnings")[2]
     errors = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
-    assert len(errors) >= 25
+    assert len(errors) >= 20
     texts = "\n".join(texts_of_errors())
     assert not [error for error in errors if error not in texts]

@@ -82,6 +82,18 @@ def test_distributions_run_in_a_new_environment(built, tmp_path, pattern):
 
 
 @pytest.mark.slow
+def test_an_editable_installation_shows_its_types(tmp_path):
+    """A hook of imports, which setuptools makes otherwise, hides them from mypy."""
+    call(sys.executable, "-m", "venv", "--system-site-packages", tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    call(python, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", ROOT)
+    (tmp_path / "program.py").write_text("from balanced_parallel import TrainStep\nTrainStep(1)\n")
+    command = [sys.executable, "-m", "mypy", "--python-executable", python, "program.py"]
+    done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True)
+    assert 'Missing positional arguments "criterion", "optimizer"' in done.stdout
+
+
+@pytest.mark.slow
 def test_the_wheel_has_the_package_alone_and_the_sdist_what_the_tests_read(built):
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()

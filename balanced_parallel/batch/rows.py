@@ -776,6 +776,10 @@ def as_arguments(inputs: object) -> Arguments:
     """
     if isinstance(inputs, Mapping):
         return Arguments((), dict(inputs))
+    if isinstance(inputs, torch.utils.data.DataLoader):
+        raise TypeError(
+            "the inputs are a DataLoader, expected one of its batches: for inputs, targets in loader"
+        )
     return Arguments(spread(inputs), {})
 
 

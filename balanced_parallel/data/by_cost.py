@@ -108,6 +108,11 @@ class ByCost(Cut):
         self.combine = combine
         self.limit = limit
 
+    def __repr__(self) -> str:
+        """Returns the settings."""
+        settings = [f"{name}={value!r}" for name, value in vars(self).items() if value is not None]
+        return f"ByCost({', '.join(settings)})"
+
     def open(
         self,
         inputs: object,

@@ -3,7 +3,8 @@ batch.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -33,6 +34,10 @@ from .recording import (
 )
 from .report import VerificationReport
 
+_NO_TARGETS = (
+    "the entries of inputs= are arguments of the model, and there are no targets: for a batch of both, call "
+    "verify(model, criterion, inputs, targets)"
+)
 _WHOLE = "nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="
 WeightSetting = Callable[..., Any] | str | None
 
@@ -130,6 +135,7 @@ def verify(
             alone = _wrap_model(plain.module, model, wrapped.devices[:1], dim)
             plain_step = make_step(alone, wrap(plain.criterion, weight=weight), plain.optimizer)
             run_plain = partial(_run_step, plain, plain_step, inputs, targets)
+        run_plain = _naming_targets(inputs, batch[1])(run_plain)
         settings = {"optimizer": split.optimizer, "micro_batch_size": micro_batch_size}
         make_split = partial(make_step, wrapped, **settings)
         step = make_split(wrap(split.criterion, weight=weight))
@@ -175,6 +181,17 @@ def verify(
         state_errors=state,
         warnings=tuple(filter(None, hidden)),
     )
+
+
+@contextmanager
+def _naming_targets(inputs: object, targets: tuple[object, ...]) -> Iterator[None]:
+    """Adds a note to an error of a batch whose targets are among its inputs."""
+    try:
+        yield
+    except TypeError as error:
+        if isinstance(inputs, tuple) and not targets:
+            error.add_note(_NO_TARGETS)
+        raise
 
 
 def _verify_bits(

@@ -16,7 +16,7 @@ from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import enter, explain_unwatched, mark_loss, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
-from ..runtime.values import Precision, check_type, naming_arguments
+from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
 from .copies import (
     Calls,
     Checks,
@@ -100,7 +100,7 @@ class DataParallelCriterion(nn.Module):
         dim: int | None = None,
         *,
         weight: Divisor | None = None,
-        precision: str | Precision | None = None,
+        precision: PrecisionName | Precision | None = None,
         reduction: str | None = None,
         minimum: Any = 0.0,
         whole: bool = False,

@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -220,13 +220,24 @@ def arguments_of(
         ) from None
 
 
+def _as_tensor(value: Any) -> str:
+    """Returns what to write in place of a value that is no tensor."""
+    if isinstance(value, Mapping) and value:
+        entry = next(iter(value))
+        return f"give a function of an entry, as lambda output, target: loss(output[{entry!r}], target)"
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        return "pass a tensor that is in it"
+    return "use torch.as_tensor"
+
+
 def divisor(rule: Rule, criterion: Any, arguments: dict[str, object]) -> Tensor:
     """Returns the divisor of a mean from the arguments of its call by name."""
     for name in ("input", "target"):
         if name in arguments and not isinstance(arguments[name], Tensor):
             kind = type(arguments[name]).__name__
+            advice = _as_tensor(arguments[name])
             raise TypeError(
-                f"the {name} of {_name(criterion)} is a {kind}, expected a tensor: use torch.as_tensor"
+                f"the {name} of {_name(criterion)} is a {kind}, expected a tensor: {advice}"
             )
     return rule(**arguments).detach()  # faster than torch.no_grad()
 

@@ -27,7 +27,7 @@ from ..batch.rows import (
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import children_of
-from ..runtime.values import Precision, check_type, naming_arguments
+from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
 from .all_rows import SumOverRows
 from .batchnorm import AllRowsBatchNorm
 from .module_tree import check_module
@@ -112,7 +112,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
-        precision: str | Precision | None = None,
+        precision: PrecisionName | Precision | None = None,
         split: Sequence[float] | str | None = None,
         out_dims: Dims = None,
         gather_outputs: bool = False,

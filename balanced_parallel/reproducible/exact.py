@@ -54,7 +54,7 @@ _COMMUNICATES = (
     "reproducible='bits' with a module or a criterion that communicates with other ranks, expected one that does not: leave out "
     "its collectives"
 )
-# So many elements of a tensor are computed at a time. On the CPU they stay in its cache.
+# Elements of a tensor that are computed at a time. On the CPU they stay in its cache.
 _ELEMENTS = 2**22
 _ELEMENTS_ON_CPU = 2**16
 
@@ -77,18 +77,15 @@ class ExactSum:
             return
         # The factor over a unit is a number of float64, too.
         smallest_unit = _SMALLEST + max(math.frexp(factor)[1], 0)
-        rest = gradient
+        bound = math.inf
         while largest:
             _, exponent = math.frexp(largest * factor)
             unit = max(-(-exponent // _STEP) * _STEP - _BITS, smallest_unit)
             least = 2.0 ** (unit + _LEAST_BITS) / factor
-            largest = 0.0
-            large = rest
-            if smallest < least and unit > smallest_unit:
-                large = rest.masked_fill(rest.abs() < least, 0)
-                rest = rest - large
-                largest = float(rest.abs().max())
-            self._count(unit, large, factor)
+            if smallest >= least or unit == smallest_unit:
+                least = 0.0
+            largest = self._count(unit, gradient, factor, least, bound)
+            bound = least
 
     def merge(self, other: "ExactSum", device: torch.device) -> None:
         """Adds another sum, on a device."""
@@ -118,18 +115,30 @@ class ExactSum:
         if contiguous is not result:
             result.copy_(contiguous)
 
-    def _count(self, unit: int, values: Tensor, factor: float) -> None:
-        """Adds values times a power of two, in units."""
+    def _count(self, unit: int, values: Tensor, factor: float, least: float, bound: float) -> float:
+        """Adds values times a power of two, in units, of those between ``least`` and ``bound``.
+
+        Returns the largest magnitude below ``least``.
+        """
         scale = factor * 2.0**-unit
         is_new = unit not in self.integers
         if is_new:
             self.integers[unit] = _integers_like(values)
+        others = []
         for part, total in zip(_parts(values), _parts(self.integers[unit]), strict=True):
             counts = part.double() * scale
+            if bound < math.inf:
+                counts.masked_fill_(part.abs() >= bound, 0)
+            if least:
+                magnitudes = part.abs()
+                is_small = magnitudes < least
+                counts.masked_fill_(is_small, 0)
+                others.append(torch.where(is_small, magnitudes, 0).max())
             if is_new:
                 total.copy_(counts)
             else:
                 total += counts.long()
+        return float(torch.stack(others).max()) if least else 0.0
 
 
 def _integers_like(tensor: Tensor) -> Tensor:
@@ -145,7 +154,7 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
 def magnitudes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
     """Returns the largest magnitude in each tensor, and the smallest that is not 0.
 
-    The host waits once, and again if there are zeros.
+    The host waits once, and a second time if some elements are 0.
     """
     magnitudes = _ends(tensors)
     with_zeros = [number for number, (_, smallest) in enumerate(magnitudes) if smallest == 0]

@@ -5,6 +5,7 @@ No other file asks torch for the accelerator.
 
 import contextlib
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -59,7 +60,8 @@ def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
         return visible_devices()
     if isinstance(device_ids, str) or not isinstance(device_ids, Sequence):
         raise TypeError(
-            f"device_ids={device_ids!r}, expected a list, such as [0, 1] or ['cpu', 'cpu']; leave it out to use each accelerator"
+            f"device_ids={' '.join(reprlib.repr(device_ids).split())}, expected a list, such as [0, 1] or ['cpu', 'cpu']; leave "
+            "it out to use each accelerator"
         )
     devices = [resolve_device(device) for device in device_ids]
     if not devices:

@@ -10,7 +10,7 @@ import numbers
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -76,19 +76,25 @@ _REMOVED = {
 
 
 def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns a function whose error for a keyword argument that it does not have names those that
-    it has.
-    """
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    """Returns a function whose error for arguments that it does not take names those that it takes."""
+    parameters = inspect.signature(function).parameters
+    names = [name for name in parameters if name != "self"]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     expected = f"one of {', '.join(names)}"
+    form = f"{function.__qualname__.removesuffix('.__init__')}({', '.join(names)})"
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs.keys() - names:
+        for name in () if takes_any else kwargs.keys() - names:
             raise TypeError(
                 f"{function.__qualname__}() got an unexpected keyword argument {name!r}, expected {_REMOVED.get(name, expected)}"
             )
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ and error.__traceback__.tb_next:
+                raise
+            raise TypeError(f"{error}, expected {form}") from None  # The call itself raised it.
 
     return call
 
@@ -127,6 +133,9 @@ def check_cost(name: str, cost: object) -> None:
 
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
 class Precision:

@@ -185,6 +185,7 @@ def checkpoint_activations(
         >>> savings.checkpoint_activations(net)
         CheckpointHandle(parts=['[0:4]', '[4:8]', '[8:12]'])
     """
+    check_type("module", module, nn.Module, "a module, as in checkpoint_activations(net)")
     for submodule in module.modules():
         submodule.__class__ = _kind(submodule)
     names: Sequence[str] = find_blocks(module)

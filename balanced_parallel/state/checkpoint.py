@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..runtime import collectives
 from ..runtime.torch_private import checkpoint_threads
-from ..runtime.values import check_number, check_type
+from ..runtime.values import check_number, check_type, naming_arguments
 from .state import (
     TreePath,
     check_same_tensors,
@@ -114,6 +114,7 @@ class Checkpoints:
         >>> folder.cleanup()
     """
 
+    @naming_arguments
     def __init__(self, folder: str | Path, *, keep: int = 3, **parts: Stateful) -> None:
         check_type(
             "folder",
@@ -140,6 +141,10 @@ class Checkpoints:
         self.parts = parts
         self._writing: Future[Any] | None = None
         self._damaged: set[int] = set()
+
+    def __repr__(self) -> str:
+        """Returns the folder, the number of checkpoints that stay, and the names of the parts."""
+        return f"Checkpoints({str(self.folder)!r}, keep={self.keep}, parts={[*self.parts]})"
 
     def save(self, number: int) -> None:
         """Saves the present state in the background, after the save before.

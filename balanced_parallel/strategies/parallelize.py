@@ -23,7 +23,7 @@ from ..replicas.recorded import Refresh, check_refresh
 from ..runtime import collectives
 from ..runtime.collectives import max_over_ranks, rank, world_size
 from ..runtime.devices import DeviceLike, free_bytes, is_accelerator
-from ..runtime.values import Precision, format_bytes, naming_arguments
+from ..runtime.values import Precision, PrecisionName, format_bytes, naming_arguments
 from ..training.settings import describe_criterion
 from .ddp import DistributedModel
 from .fsdp import ShardedModel
@@ -103,7 +103,7 @@ def parallelize(
     *,
     dim: int = 0,
     weight: Callable[..., Any] | str | None = None,
-    precision: str | Precision | None = None,
+    precision: PrecisionName | Precision | None = None,
     split: Sequence[float] | None = None,
     out_dims: Dims = None,
     refresh: Refresh = "recorded",

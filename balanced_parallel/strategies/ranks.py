@@ -37,7 +37,7 @@ from ..runtime.collectives import RENORM, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
-from ..runtime.values import Precision, forget_gradients
+from ..runtime.values import Precision, PrecisionName, forget_gradients
 from ..training.settings import Settings
 from ..training.snapshot import numbers_of
 from ..training.sync import GradientSync, UpdateSync
@@ -49,7 +49,7 @@ class RowSettings(TypedDict, total=False):
     """
 
     dim: int
-    precision: str | Precision | None
+    precision: PrecisionName | Precision | None
     out_dims: Dims
 
 
@@ -65,7 +65,7 @@ class RankModel(ParallelModel):
         self,
         device: torch.device,
         dim: int = 0,
-        precision: str | Precision | None = None,
+        precision: PrecisionName | Precision | None = None,
         out_dims: Dims = None,
     ) -> None:
         self.devices = [device]

@@ -34,7 +34,14 @@ from ..runtime.torch_private import (
     versions,
     without_hooks,
 )
-from ..runtime.values import Precision, check_cost, check_type, naming_arguments, setting
+from ..runtime.values import (
+    Precision,
+    PrecisionName,
+    check_cost,
+    check_type,
+    naming_arguments,
+    setting,
+)
 from .optimizers import (
     Optimizers,
     ParameterUpdate,
@@ -55,6 +62,16 @@ if TYPE_CHECKING:
     from ..state.state import TrainedState
 
 Surround = Callable[[], AbstractContextManager[object]]
+
+
+# Calls of a loop by hand, and their replacements.
+_INSTEAD = {
+    "backward": "step(inputs, targets) runs the backward, and updates",
+    "eval": "call model.eval()",
+    "step": "step(inputs, targets) updates",
+    "train": "call model.train()",
+    "zero_grad": "leave it out, since each update begins without gradients",
+}
 
 
 def _check_norm(name: str, norm: Any) -> None:
@@ -146,7 +163,7 @@ class TrainStep:
         optimizer: Optimizers,
         *,
         micro_batch_size: int | Literal["auto"] | None = None,
-        precision: str | Precision = "fp32",
+        precision: PrecisionName | Precision = "fp32",
         max_grad_norm: float | None = None,
         skip_above: float | None = None,
         scheduler: Schedulers | None = None,
@@ -215,6 +232,14 @@ class TrainStep:
         check_optimizers(
             ParameterUpdate(each_optimizer(optimizer), self._trained), each_scheduler(scheduler)
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises ``AttributeError``, which says what replaces a call of a loop by hand."""
+            if name in _INSTEAD:
+                raise AttributeError(f"a TrainStep has no {name}(): {_INSTEAD[name]}")
+            return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:
         """Returns a line for the model, the criterion and the optimizers, and one for each setting."""

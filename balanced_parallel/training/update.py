@@ -49,7 +49,7 @@ from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure
 from ..runtime.devices import move, start_copy
 from ..runtime.torch_private import is_compiled
-from ..runtime.values import Precision, forget_gradients, scaled
+from ..runtime.values import Precision, PrecisionName, forget_gradients, scaled
 from .forward_state import ForwardState
 from .optimizers import ParameterUpdate
 from .settings import Settings, Unchecked
@@ -187,7 +187,7 @@ class Forwards:
         self,
         model: ParallelModel,
         criterion: DataParallelCriterion,
-        precision: str | Precision = "fp32",
+        precision: PrecisionName | Precision = "fp32",
         limit: "int | Limit | None" = None,
         *,
         keeps_order: bool = False,

@@ -10,6 +10,7 @@ from helpers.loops import CPUS, Calls
 from torch import nn
 from torch.nn import functional as F
 
+import balanced_parallel
 from balanced_parallel import (
     BalancedBatchSampler,
     BalancedOptimizer,
@@ -55,6 +56,7 @@ def make_step(model=None, criterion=None, optimizer=SGD, **settings):
 
 INPUTS = torch.ones(7, 4)
 TARGETS = torch.zeros(7, dtype=torch.int64)
+LOADER = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(INPUTS, TARGETS), 7)
 
 
 def criterion_on(loss, *targets, outputs=None, **settings):
@@ -214,6 +216,26 @@ ERRORS = {
         make_step(optimizer=lambda _: SGD)
     ),
     "1 entries and 2 sizes, expected the rows of each entry": lambda: PerReplica([INPUTS], [3, 4]),
+    r"CrossEntropyLoss is a dict, expected a tensor: .* loss\(output\['logits'\], target\)": lambda: (
+        criterion_on(CE, TARGETS, outputs=PerReplica([{"logits": torch.ones(7, 3)}], [7]))
+    ),
+    "the target of cross_entropy is a list, expected a tensor: pass a tensor that is in it": lambda: (
+        make_step()(INPUTS, [TARGETS])
+    ),
+    "the inputs are a DataLoader, expected one of its batches": lambda: make_step()(LOADER),
+    r"inputs are a DataLoader, .* for inputs, targets in loader": lambda: verify(
+        nn.Linear(4, 3), CE, LOADER
+    ),
+    "device_ids=SGD .*, expected a list, such as": lambda: parallelize(
+        nn.Linear(4, 3), CE, SGD([INPUTS])
+    ),
+    "module='all', expected a module, as in": lambda: savings.checkpoint_activations("all"),
+    r"missing 2 required .*, expected verify\(model, criterion, inputs, targets": lambda: verify(
+        make_step()
+    ),
+    r"takes 2 positional arguments .*, expected Checkpoints\(folder, keep, parts\)": lambda: (
+        Checkpoints("runs", make_step())
+    ),
 }
 
 
@@ -221,6 +243,37 @@ ERRORS = {
 def test_errors_say_what_is_expected(message):
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         ERRORS[message]()
+
+
+ATTRIBUTES = {
+    r"a TrainStep has no zero_grad\(\): leave it out": lambda: make_step().zero_grad(),
+    r"a TrainStep has no eval\(\): call model.eval\(\)": lambda: make_step().eval(),
+    "'TrainStep' object has no attribute 'other'": lambda: make_step().other,
+    r"call \['logits'\] for the entry, .gather\(\) for one tensor": lambda: (
+        PerReplica([{"logits": torch.ones(7, 3)}], [7]).logits
+    ),
+    "'Trainer': use TrainStep, or BalancedTrainer of": lambda: balanced_parallel.Trainer,
+    "'DataParallel': use DataParallelModel": lambda: balanced_parallel.DataParallel,
+    "'other'$": lambda: balanced_parallel.other,
+}
+
+
+@pytest.mark.parametrize("message", ATTRIBUTES)
+def test_attributes_of_other_libraries_are_named(message):
+    with pytest.raises(AttributeError, match=message):
+        ATTRIBUTES[message]()
+
+
+def test_a_batch_without_targets_is_told_where_they_go():
+    with pytest.raises(TypeError, match="takes 2 positional arguments") as caught:
+        verify(nn.Linear(4, 3), CE, (INPUTS, TARGETS))
+    assert "verify(model, criterion, inputs, targets)" in caught.value.__notes__[0]
+
+
+def test_objects_show_their_settings(tmp_path):
+    assert repr(ByCost(len, limit=8)) == "ByCost(cost=<built-in function len>, limit=8)"
+    checkpoints = Checkpoints(tmp_path, keep=2, step=make_step())
+    assert repr(checkpoints) == f"Checkpoints('{tmp_path}', keep=2, parts=['step'])"
 
 
 @pytest.mark.parametrize("targets", [None, TARGETS.tolist(), 3])
