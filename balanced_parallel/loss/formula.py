@@ -425,13 +425,13 @@ class SumNotes(TorchFunctionMode):
         if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
             return False
         is_unknown = False
-        known = self._facts.ids
+        ids = self._facts.ids
         for part in _flatten((*args, *kwargs.values())):
             if not isinstance(part, Tensor):
                 if isinstance(part, (list, tuple, dict)):
                     return False
                 continue
-            facts = self._facts.get(part) if id(part) in known else None
+            facts = self._facts.get(part) if id(part) in ids else None
             if facts is None:
                 is_unknown = is_unknown or not isinstance(part, nn.Parameter)
             elif facts.level != _OF_NOTHING or facts.is_selected:
