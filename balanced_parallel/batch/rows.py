@@ -538,12 +538,13 @@ class ParallelModel(nn.Module):
         self.batch = weakref.ref(batch)
         self.note(noting)
 
-    def note(self, noting: Noting) -> None:
+    def note(self, noting: Noting, *, anew: bool = False) -> None:
         """Sets what notes the forwards from now on, if nothing does.
 
-        Compiled modules have none: their operations are not seen.
+        Compiled modules have none: their operations are not seen. With ``anew`` it replaces what
+        notes them, also around compiled parts.
         """
-        if self.noting is None and not any(map(is_compiled, self.modules())):
+        if anew or (self.noting is None and not any(map(is_compiled, self.modules()))):
             self.noting = noting
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 batch.
 
 A window is all rows of one update, of all micro-batches, devices and ranks. Trainer gets batches,
-clips, updates, logs and saves. The rows of a window are an update of the engine::
+clips, updates, logs and saves. The rows of a window are an update of the engine
+(:class:`balanced_parallel.training.update.Forwards`)::
 
     get_batch_samples   the micro-batches of the window
-    training_step       of Trainer, whose compute_loss hands the rows to an Accumulation
-                        (training/update.py). It calls the real compute_loss on each device
-    prediction_step     of Trainer, on each device. Outputs are in the order of the rows
+    training_step       of Trainer, whose compute_loss adds the rows to the update. The real
+                        compute_loss runs in the forward of a Task, on each device
+    prediction_step     of Trainer, in the forward of a Task. Outputs are in the order of the rows
 
-Means in a loss are found as those in a criterion of a user (loss/means.py).
+The sums that a loss is computed of are noted in the forward (loss/inside.py).
 """
 
 import copy
@@ -18,6 +19,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,56 +31,37 @@ from transformers.trainer import (
 )
 from transformers.trainer_pt_utils import nested_concat
 
-from ..batch.outputs import PerReplica
-from ..batch.rows import (
-    Arguments,
-    Batch,
-    MicroBatch,
-    Rows,
-    Shard,
-    Whole,
-    move_leaves,
-    take,
-)
-from ..loss.copies import Calls, Checks, OwnCollectives
-from ..loss.coupled import ShardStatistics
-from ..loss.criterion import DataParallelCriterion
-from ..loss.kinds import Kind
-from ..loss.means import Additive, LossOfMeans, UnknownMeanError
-from ..loss.sums import LossSum, Weight, run_backward
-from ..replicas.model import DataParallelModel
-from ..replicas.replicas import window
-from ..runtime.collectives import gather_objects, gather_rows, rank, sum_numbers, world_size
-from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
-from ..runtime.values import Precision, forget_gradients
-from ..strategies.ranks import GradientRecord, RankModel, RankReport, RankUpdate
-from ..training.passes import TwoPasses
-from ..training.settings import Settings
-from ..training.snapshot import Snapshot
-from ..training.sync import gradient_sync
-from ..training.update import Accumulation, Attempt, BatchRun, Forwards, Limit
+from .. import DataParallelCriterion, DataParallelModel, PerReplica, Precision, Rows, Whole
+from ..batch.rows import move_leaves, take
+from ..loss.inside import ForwardNotes
+from ..loss.means import UnknownMeanError
+from ..runtime.collectives import gather_objects, gather_rows
+from ..runtime.devices import DeviceLike, resolve_devices
+from ..strategies.ddp import DistributedModel
+from ..training.passes import begin_update
+from ..training.update import Attempt, Forwards, Reduced
 
 Inputs = dict[str, Any]  # the arguments of a model, with the rows of a batch
-# A function of a trainer, a model and rows.
-Function = Callable[[Any, nn.Module, Inputs], Tensor]
 _SAMPLES = "_samples"  # the samples of a batch whose tensors have not one row for each
+# The modules of the replica whose forward runs, by the ids of the trainer's.
+_copies: ContextVar[Mapping[int, nn.Module]] = ContextVar("_copies", default=MappingProxyType({}))
 
 
-class _Running(NamedTuple):
-    """A forward of a trainer."""
+class Computed(NamedTuple):
+    """The loss of some rows, and what else ``prediction_step`` returns."""
 
-    # The modules of the replica that runs, by the ids of the trainer's.
-    copies: Mapping[int, nn.Module]
-    counts: bool  # False for rows that a sampler repeats.
+    loss: Tensor | None
+    outputs: Sequence[Any] = ()
 
 
-_running: ContextVar[_Running | None] = ContextVar("_running", default=None)
+# A function of a trainer, a model and rows.
+Computation = Callable[["BalancedTrainer", nn.Module, Inputs], Computed]
 
 
 class _Gathering:
     """An accelerator that gathers from ranks with different numbers of rows, which TRL asks for."""
 
-    def __init__(self, accelerator: object, *, counts: bool) -> None:
+    def __init__(self, accelerator: Any, *, counts: bool) -> None:
         self._accelerator = accelerator
         self._counts = counts
 
@@ -90,20 +73,41 @@ class _Gathering:
         """Returns the rows of all ranks, without repeated ones."""
         rows = torch.atleast_1d(tensor)
         sizes = gather_objects(len(rows) if self._counts else 0)
-        return gather_rows(rows[: sizes[rank()]], sizes, 0) if any(sizes) else rows
+        here = self._accelerator.process_index
+        return gather_rows(rows[: sizes[here]], sizes, 0) if any(sizes) else rows
 
     gather_for_metrics = gather
 
 
-class Task(nn.ModuleDict):
-    """The modules of a trainer. The criterion computes the loss of the trainer with a replica of
-    them.
+class RankTask(DistributedModel):
+    """A :class:`Task` on each rank. TRL gathers metrics in its forward, and Trainer has seeded the
+    ranks.
     """
+
+    def __init__(self, task: "Task", device: torch.device) -> None:
+        super().__init__(task, device, None)
+        self.meets_ranks = True
+
+    def _random_numbers(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Task(nn.ModuleDict):
+    """The modules of a trainer. It computes the loss of the trainer with a replica of them."""
+
+    def __init__(self, trainer: "BalancedTrainer", modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(modules)
+        self.trainer = trainer
+        self._originals = [*modules.values()]
 
     def train(self, mode: bool = True) -> "Task":
         """Sets the mode of the model. Others, such as one of reference, stay as they are."""
         self["model"].train(mode)
         return self
+
+    def to(self, *places: Any, **settings: Any) -> "Task":
+        """Moves the modules to the first of several devices. Trainer has placed those of one."""
+        return super().to(*places, **settings) if len(self.trainer.devices) > 1 else self
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the model, such as ``generate``."""
@@ -114,66 +118,43 @@ class Task(nn.ModuleDict):
                 raise
             return getattr(self["model"], name)
 
-    def forward(self, *numbers: Tensor) -> nn.Module:
-        """Returns itself. ``numbers`` are those of the rows."""
-        return self
+    def forward(
+        self, compute: Computation, rows: Inputs, counts: bool, numbers: Sequence[int] | None = None
+    ) -> Computed:
+        """Calls ``compute`` with rows. Those that a sampler repeats do not count.
 
-
-class _OneModel(RankModel):
-    """The model of one device, as its trainer has wrapped it."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self.module = model
-        self.devices = [device]
-        self.split = None
-
-    def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
-        """Returns the model, which the criterion calls."""
-        return PerReplica([self.module], [None])
-
-
-class _TrainerSync(RankUpdate):
-    """Gradients of one device, or of ranks, which ``DistributedDataParallel`` averages."""
-
-    def __init__(self, model: RankModel, trained: Mapping[str, Tensor]) -> None:
-        super().__init__(model, GradientRecord([*trained.values()]))
-        self._model: Any = model.module
-
-    def count_micro_batches(self, count: int) -> int:
-        return 1
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = getattr(self._model, "no_sync", nullcontext)()
-        return context
-
-    def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        return iter(())
-
-    def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
-        run_backward(losses, divisor)
-
-    def agree(self, report: RankReport) -> RankReport:
-        return sum_numbers(report)
-
-    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns loss and weight over all ranks. Trainer has the same settings on all of them."""
-        sums = self.agree(RankReport(*self.start(local)().tolist()))
-        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
-
-    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
-        """Leaves the gradients: Trainer drops them."""
-        return False
+        ``numbers`` are those of the samples to use, if they are not cut.
+        """
+        trainer, model = self.trainer, self["model"]
+        # Forwards without a graph come before another one, and leave no trace, as repeated rows.
+        if not counts or (compute is _loss_of_rows and not torch.is_grad_enabled()):
+            trainer = trainer._apart()
+        token = _copies.set(dict(zip(map(id, self._originals), self.values(), strict=True)))
+        try:
+            if isinstance(rows, Mapping):
+                rows = dict(rows)
+                samples = rows.pop(_SAMPLES, None)
+                if counts and numbers not in (None, [*range(len(samples or ()))]):
+                    samples = [samples[number] for number in numbers]
+                    rows = {}
+                if not rows:
+                    device = next(model.parameters()).device
+                    rows = move_leaves(dict(trainer.data_collator(samples)), device)
+            with trainer.compute_loss_context_manager(), trainer._gathering(counts=counts):
+                return compute(trainer, model, rows)
+        finally:
+            _copies.reset(token)
 
 
 class BalancedTrainer(Trainer):
     """A ``transformers.Trainer`` whose loss and gradients are those of plain PyTorch with the whole
     batch on one device.
 
-    In one process the model runs in a :class:`DataParallelModel`, under torchrun in Trainer's
-    ``DistributedDataParallel``. With accumulation, the batch is all rows of an update. Rows that a
-    sampler repeats do not count. ``eval_loss`` is that of all rows. Another subclass of ``Trainer``
-    comes second: ``class Exact(BalancedTrainer, SFTTrainer)``.
+    In one process the model runs in a :class:`DataParallelModel`, under torchrun in the
+    ``DistributedDataParallel`` of :func:`parallelize`, which needs no ``ddp_*`` arguments. With
+    accumulation, the batch is all rows of an update. Rows that a sampler repeats do not count.
+    ``eval_loss`` is that of all rows. Another subclass of ``Trainer`` comes second:
+    ``class Exact(BalancedTrainer, SFTTrainer)``.
 
     Args:
         arguments, kwargs: those of ``transformers.Trainer``, or of the next class. ``args`` are
@@ -183,7 +164,7 @@ class BalancedTrainer(Trainer):
             would use: all GPUs in one process, or one device of each rank.
 
     Raises:
-        ValueError: ``device_ids`` under torchrun; DeepSpeed or a ``parallelism_config``;
+        ValueError: ``device_ids`` under torchrun; DeepSpeed, FSDP or a ``parallelism_config``;
             ``torch_compile`` on several devices. At the first batch of a window in parts, a loss
             that is not a sum over rows: contrastive, or with that of a router.
 
@@ -199,12 +180,14 @@ class BalancedTrainer(Trainer):
         self._gpus: int | None = None
         # True for each micro-batch to come in the window that is not repeated.
         self._counts: list[bool] = []
-        self._work: Attempt | None = None  # a window in progress
-        self._checks = Checks()
-        self._kind: Kind | None = None  # Batches may show another kind than the first one.
-        self._weight_before = 0.0
-        self._evaluated: LossOfMeans | None = None  # all batches of an evaluation
+        self._wrapped: list[nn.Module] = []  # The model that is in the forwards.
+        self._forwards: Forwards
+        self._work: Attempt | None = None  # A window in progress.
+        self._last: Reduced | None = None  # The window before.
+        self._evaluated: Any = None  # The loss of all batches of an evaluation.
+        self.current_gradient_accumulation_steps = 1
         self.data_collator: Callable[..., Any]
+        self.accelerator: Any
         try:
             super().__init__(*arguments, **kwargs)
         finally:
@@ -223,12 +206,11 @@ class BalancedTrainer(Trainer):
         if hasattr(args, "generation_batch_size"):  # GRPO, RLOO
             args.generation_batch_size *= count
         self.devices = [args.device] if count < 2 else resolve_devices(device_ids or range(count))
-        parallelism = self.is_deepspeed_enabled or getattr(
-            self.accelerator, "parallelism_config", None
-        )
+        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        parallelism = is_sharded or getattr(self.accelerator, "parallelism_config", None)
         if parallelism or args.optim in ("lomo", "adalomo"):  # LOMO updates inside of the backward
             raise ValueError(
-                f"DeepSpeed, a parallelism_config or LOMO is set (optim={args.optim!r}), expected none: use Trainer"
+                f"DeepSpeed, FSDP, a parallelism_config or LOMO is set (optim={args.optim!r}), expected none: use Trainer"
             )
         if args.torch_compile and len(self.devices) > 1:
             raise ValueError(
@@ -262,26 +244,40 @@ class BalancedTrainer(Trainer):
             args._n_gpu = min(args.n_gpu, 1)
         super().create_accelerator_and_postprocess()
 
+    # Replicas share the trainer, since copies would lose the numbers that compute_loss adds to its
+    # attributes, such as the tokens of TRL.
     def __getattribute__(self, name: str) -> Any:
-        """Returns an attribute. A module is its copy in the replica that runs, and the batches of a
-        loader may have their samples.
-        """
+        """Returns an attribute. A module is its copy in the replica that runs."""
         value = super().__getattribute__(name)
-        if name in _LOADERS:
-            return functools.partial(self._keeping_samples, value)
-        running = _running.get()
-        if running is None:
-            return value
-        if name == "current_gradient_accumulation_steps":
-            return 1  # The means of a window are not divided by it.
-        if name == "accelerator" and world_size() > 1:
-            return _Gathering(value, counts=running.counts)
-        return running.copies.get(id(value), value)
+        return _copies.get().get(id(value), value)
+
+    def get_train_dataloader(self) -> Any:
+        """Returns a loader whose batches have their samples."""
+        return self._keeping_samples(super().get_train_dataloader)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Returns a loader whose batches have their samples."""
+        return self._keeping_samples(super().get_eval_dataloader, eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Returns a loader whose batches have their samples."""
+        return self._keeping_samples(super().get_test_dataloader, test_dataset)
+
+    @contextmanager
+    def _gathering(self, *, counts: bool) -> Iterator[None]:
+        """Gathers from ranks in the block, which have no other replica, and may lack rows."""
+        accelerator = self.accelerator
+        if self.args.world_size > 1:
+            self.accelerator = _Gathering(accelerator, counts=counts)
+        try:
+            yield
+        finally:
+            self.accelerator = accelerator
 
     @property
     def _is_split(self) -> bool:
         steps = self.args.gradient_accumulation_steps if self.model.training else 1
-        return len(self.devices) * world_size() * steps > 1
+        return bool(len(self.devices) * self.args.world_size * steps > 1)
 
     def _modules(self) -> dict[str, nn.Module]:
         """Returns the modules of this trainer, such as the model, one of reference, and a loss."""
@@ -294,22 +290,33 @@ class BalancedTrainer(Trainer):
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: object = None
     ) -> nn.Module:
-        # one for training and evaluation
-        if len(self.devices) == 1:
-            wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
-            return wrapped
-        if not isinstance(self.model_wrapped, DataParallelModel):
-            modules = {
-                name: self.accelerator.unwrap_model(module, keep_fp32_wrapper=False)
-                for name, module in self._modules().items()
-            }
-            self._task = Task(modules)
-            self.model_wrapped: nn.Module = DataParallelModel(self._task, self.devices)
-        return self.model_wrapped
+        """Returns the model of all devices, in place of Trainer's."""
+        over_ranks = training and self.args.world_size > 1
+        if self._wrapped == [self.model]:
+            self.model_wrapped: nn.Module = self._forwards.model
+            if not (over_ranks and isinstance(self.model_wrapped, DataParallelModel)):
+                return self.model_wrapped
+        modules = self._modules()
+        if len(self.devices) > 1:
+            for name, module in modules.items():
+                modules[name] = self.accelerator.unwrap_model(module, keep_fp32_wrapper=False)
+        else:  # It may be compiled.
+            modules["model"] = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        task = Task(self, modules)
+        wrapped: RankTask | DataParallelModel = (
+            RankTask(task, self.devices[0]) if over_ranks else DataParallelModel(task, self.devices)
+        )
+        scaler = self.accelerator.scaler
+        precision = Precision("fp32") if scaler is None else Precision("fp16", scaler)
+        self._forwards = Forwards(wrapped, DataParallelCriterion(_loss_of), precision)
+        self._last = None
+        self._wrapped = [self.model]
+        self.model_wrapped = wrapped
+        return wrapped
 
     def _prepare_input(self, data: object) -> object:
         # The engine has moved rows to their device.
-        return data if _running.get() else super()._prepare_input(data)
+        return data if _copies.get() else super()._prepare_input(data)
 
     def _keeping_samples(self, make: Callable[..., object], *arguments: object) -> object:
         collate = self.data_collator
@@ -344,70 +351,27 @@ class BalancedTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> object:
         return super()._get_grad_norm(self.model, grad_norm)
 
-    def _forwards(
-        self, model: nn.Module, function: Function
-    ) -> tuple[Forwards, DataParallelCriterion]:
-        """Returns what runs a function on the rows of each device."""
-
-        def compute(module: nn.Module, rows: Inputs, counts: bool) -> Tensor:
-            copies: dict[int, nn.Module] = {}
-            if isinstance(module, Task):
-                copies = dict(zip(map(id, self._task.children()), module.children(), strict=True))
-            module = _model_in(module)
-            token = _running.set(_Running(copies, counts))
-            try:
-                if isinstance(rows, Mapping):
-                    rows = dict(rows)
-                    samples = rows.pop(_SAMPLES, None)
-                    if not rows:
-                        device = next(module.parameters()).device
-                        rows = move_leaves(dict(self.data_collator(samples)), device)
-                # The first of two forwards leaves no trace, and repeated rows do not.
-                is_apart = not counts or (self.model.training and not torch.is_grad_enabled())
-                with self.compute_loss_context_manager():
-                    return function(self._apart() if is_apart else self, module, rows)
-            finally:
-                _running.reset(token)
-
-        criterion = DataParallelCriterion(Additive(compute), self.devices)
-        # Ranks wait for each other, also in rows that do not count.
-        collectives = OwnCollectives(sums_rows=world_size() > 1)
-        copies = dataclasses.replace(criterion.copies, halves=None, collectives=collectives)
-        scaler = self.accelerator.scaler
-        precision = Precision("fp32") if scaler is None else Precision("fp16", scaler)
-        parallel = (
-            model if isinstance(model, DataParallelModel) else _OneModel(model, self.devices[0])
-        )
-        return Forwards(parallel, copies, precision, keeps_order=False), criterion
-
-    def _calls(
-        self, model: nn.Module, function: Function, inputs: Inputs, *, counts: bool = True
-    ) -> Calls:
-        """Returns the calls of a function on the rows of each device."""
-        forwards, _ = self._forwards(model, function)
-        shards = self._batch(inputs, counts=counts).split(forwards.model.devices, None)
-        return Calls(forwards.copies, forwards.model(MicroBatch(shards)), shards)
-
     def _apart(self) -> "BalancedTrainer":
         """Returns a copy with containers of its own, so that metrics of a forward are lost with it."""
         trainer = copy.copy(self)
         trainer.__dict__.update(
             {name: _copy_containers(value) for name, value in vars(self).items()}
         )
+        trainer.__dict__["compute_loss"] = trainer._counted_loss
         return trainer
 
-    def _batch(self, inputs: Inputs, *, counts: bool) -> Batch:
-        """Returns rows, which are cut if there are several devices and each sample has one row.
-
-        There are none if they do not count. They run then, so that other ranks do not wait.
+    def _arguments(self, compute: Computation, inputs: Inputs, *, counts: bool) -> tuple[Any, ...]:
+        """Returns the arguments of a :class:`Task`, which have the rows of a batch, or none if they
+        do not count. They run then, so that other ranks do not wait.
         """
-        rows: Any = Whole(inputs)
-        count = _count(inputs) if counts else 0
-        if count is None:
-            return Batch(Arguments((), {}), Arguments((rows, counts), {}))
-        if len(self.devices) > 1:
-            rows = {_SAMPLES: inputs[_SAMPLES]} if _SAMPLES in inputs else inputs
-        return Batch(Arguments((torch.arange(count),), {}), Arguments((rows, counts), {}))
+        self._forwards.model.note(ForwardNotes(), anew=True)
+        count = _count(inputs)
+        has_samples = _SAMPLES in inputs
+        if count is None or not self._is_split:
+            return compute, Whole(inputs), counts
+        if not counts or (has_samples and len(self.devices) == 1):
+            return compute, Whole(inputs), counts, Rows(range(count if counts else 0))
+        return compute, {_SAMPLES: inputs[_SAMPLES]} if has_samples else inputs, counts
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
@@ -431,16 +395,25 @@ class BalancedTrainer(Trainer):
         nothing to add has the weight None.
         """
         state = self.accelerator.gradient_state
-        is_last = world_size() > 1 and state.end_of_dataloader and state.remainder > 0
+        is_last = self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0
         rows = _count(inputs)
         if not is_last or rows is None:
             return [(inputs, 1.0)]
-        new = min(max(state.remainder - rank() * rows, 0), rows)
+        new = min(max(state.remainder - self.args.process_index * rows, 0), rows)
         pieces = ((range(new), 1.0), (range(new, rows), 0.0))
         return [
             (self._take(inputs, part), weight) if part else (inputs, None)
             for part, weight in pieces
         ]
+
+    @contextmanager
+    def _computing(self, function: Callable[..., object]) -> Iterator[None]:
+        """Puts a function in the place of ``compute_loss``."""
+        self.__dict__["compute_loss"] = function
+        try:
+            yield
+        finally:
+            self.__dict__.pop("compute_loss", None)
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: object = None
@@ -450,12 +423,9 @@ class BalancedTrainer(Trainer):
         Returns zero, and after the last one the loss of the update.
         """
         self.loss_is_scaled_for_ga = True
-        self.__dict__["compute_loss"] = self._add_rows
-        try:
+        with self._computing(self._add_rows):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-            return loss
-        finally:
-            self.__dict__.pop("compute_loss", None)
+        return loss
 
     def _add_rows(self, model: nn.Module, inputs: Inputs, *_: object, **__: object) -> Tensor:
         """Takes the place of ``compute_loss`` in a training step. Runs forward and backward.
@@ -463,115 +433,57 @@ class BalancedTrainer(Trainer):
         The result has no graph.
         """
         counts = self._counts.pop(0) if self._counts else True
-        run = BatchRun(self._batch(inputs, counts=counts), is_whole=not self._counts)
-        work = self._work
+        is_last = not self._counts
+        forwards = self._forwards
+        loss = torch.zeros((), device=self.args.device)
+        steps = self.current_gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = 1  # Means of a window are not divided by it.
+        work = self._work or begin_update(forwards, self._last)
         self._work = None
         with (
             _explain_errors(),
             torch.autocast(self.args.device.type, enabled=False),
-            window(model, in_step=True),
+            forwards.updating(work),
         ):
-            if work is None:
-                if self._is_split and self._checks.are_due(None):
-                    self._apart()._compare_rows(inputs)
-                work = self._begin(model)
-            try:
-                work.add(run)
-                if run.is_whole:
-                    return self._finish(work)
-            except BaseException as error:
-                work.sync.discard(error)
-                raise
-        self._work = work
-        return torch.zeros((), device=self.args.device, requires_grad=True)
-
-    def _begin(self, model: nn.Module) -> Attempt:
-        """Returns an update of the engine."""
-        forwards, criterion = self._forwards(model, _loss_of_rows)
-        kind = self._kind or criterion.kind
-        trained = self._trained()
-        sync = (
-            _TrainerSync(forwards.model, trained)
-            if isinstance(forwards.model, _OneModel)
-            else gradient_sync(model, criterion).open()
-        )
-        accumulation = Accumulation(
-            forwards, trained, sync, kind, Limit("rows", None), self._weight_before
-        )
-        if kind.passes == 1:
-            return accumulation
-        before = Snapshot([model], self.devices)
-        return TwoPasses(accumulation, before, is_auto=False, may_split=self._is_split)
-
-    def _trained(self) -> dict[str, Tensor]:
-        modules = nn.ModuleDict(self._modules())
-        return {name: tensor for name, tensor in modules.named_parameters() if tensor.requires_grad}
-
-    def _finish(self, work: Attempt) -> Tensor:
-        """Returns the loss of a window, whose gradients are those of the parameters."""
-        reduced = work.finish(_no_settings)
-        parameters = [*self._trained().values()]
-        reduced.sync.multiply(parameters, reduced.factor)
-        if not reduced.weight:
-            forget_gradients(parameters)  # no label was counted
-        self._kind = reduced.kind
-        self._weight_before = reduced.weight
-        return reduced.loss.to(self.args.device).requires_grad_()
-
-    @torch.no_grad()
-    def _compare_rows(self, inputs: Inputs) -> None:
-        """Compares the means of a few rows with those of each row.
-
-        Raises:
-            ValueError: they do not add up.
-        """
-        count = _count(inputs)
-        if count is None:
-            return  # Packed rows are one.
-        if "KL_input_ids" in inputs:
-            raise ValueError(
-                "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence: expected "
-                "loss_type='apo_zero_unpaired', or one device, without accumulation"
-            )
-        is_training = self.model.training
-        self.model.eval()
-        statistics = []
-        with keep_random_state():
-            for rows in ([0], [0], [count - 1], [0, 0, count - 1]):
-                calls = self._calls(self.model, _loss_of_rows, self._take(inputs, rows))
-                means = LossOfMeans(calls.copies, self.devices[0])
-                statistics += means.collect(calls)
-        self.model.train(is_training)
-        *parts, whole = [part.tensors for part in statistics]
-        means.compare_sums([whole, *parts])
+            arguments = self._arguments(_loss_of_rows, inputs, counts=counts)
+            work.add(forwards.batch(arguments, is_last=is_last))
+            if is_last:
+                self._last = work.finish()
+                self._last.scale(forwards.trained.values())
+                loss = self._last.loss.to(loss.device)
+            else:
+                self._work = work
+        self.current_gradient_accumulation_steps = steps
+        return loss.requires_grad_()
 
     @torch.no_grad()
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, *arguments: object, **settings: object
     ) -> tuple[Tensor | None, object, object]:
         """Runs a batch. Returns its loss, and outputs and labels in the order of its rows."""
-        step = super().prediction_step
-        results: dict[int, Sequence[Any]] = {}
-
-        def predict(trainer: BalancedTrainer, replica: nn.Module, rows: Inputs) -> Tensor:
-            self.__dict__["compute_loss"] = trainer._counted_loss
-            result = results[id(replica)] = step(replica, rows, *arguments, **settings)
-            loss: Tensor = torch.zeros(()) if result[0] is None else result[0]
-            return loss
-
-        rows_of_results = list[Sequence[Any]]()
-        statistics = list[ShardStatistics]()
+        forwards = self._forwards
+        kind: Any = forwards.criterion.kind
+        if self._evaluated is None:
+            copies = dataclasses.replace(forwards.copies, halves=None)
+            self._evaluated = kind.loss(copies, self.devices[0], is_split=self._is_split)
+        predict = functools.partial(_predict, arguments=arguments, settings=settings)
+        parts = []
+        results = list[Sequence[Any]]()
         for rows, weight in self._split(inputs):
-            calls = self._calls(model, predict, rows, counts=bool(weight))
-            means = LossOfMeans(calls.copies, self.devices[0], is_split=self._is_split)
-            self._evaluated = self._evaluated or means
-            with _explain_errors():
-                statistics += self._evaluated.collect(calls)
+            run = forwards.batch(self._arguments(predict, rows, counts=bool(weight)))
+            shards = run.batch.split(forwards.model.devices, None)
+            outputs: list[PerReplica] = []
+            with self._computing(self._counted_loss), _explain_errors():
+                parts += forwards.run(shards, self._collect, outputs)
             if weight is not None:
-                rows_of_results += [results[id(_model_in(module))] for module in calls.outputs]
-        losses, logits, labels = zip(*rows_of_results, strict=True)
-        loss = None if losses[0] is None else _loss_of(statistics, losses[0])
+                results += [computed.outputs for computed in outputs[0]]
+        losses, logits, labels = zip(*results, strict=True)
+        loss = None if losses[0] is None else _loss_of_parts(parts, losses[0])
         return loss, self._join(logits), self._join(labels)
+
+    def _collect(self, calls: Any) -> list[Any]:
+        """Adds the sums of a batch, if it has labels, to those of an evaluation."""
+        return [] if calls.outputs[0].loss is None else self._evaluated.collect(calls)
 
     def _join(self, parts: Sequence[Any]) -> object:
         """Returns the outputs of all rows. Shorter ones are padded with -100, as in Trainer."""
@@ -598,7 +510,6 @@ class BalancedTrainer(Trainer):
         if name in output.metrics and self._evaluated is not None:
             loss = self._evaluated.finish(torch.zeros((), device=self.args.device))
             output.metrics[name] = loss.item()
-        self.__dict__.pop("compute_loss", None)
         return output
 
 
@@ -613,8 +524,30 @@ def _explain_errors() -> Iterator[None]:
         ) from error
 
 
-def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> Tensor:
+def _loss_of(computed: Computed) -> Any:
+    return computed.loss
+
+
+def _predict(
+    trainer: BalancedTrainer,
+    model: nn.Module,
+    rows: Inputs,
+    arguments: Sequence[object],
+    settings: Mapping[str, object],
+) -> Computed:
+    """Returns the loss and the outputs of some rows."""
+    step: Any = super(BalancedTrainer, trainer).prediction_step
+    results = step(model, rows, *arguments, **settings)
+    return Computed(results[0], results)
+
+
+def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> Computed:
     """Returns the loss of some rows, which is told the number of their own labels."""
+    if "KL_input_ids" in rows and trainer._is_split:
+        raise ValueError(
+            "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence: expected "
+            "loss_type='apo_zero_unpaired', or one device, without accumulation"
+        )
     is_of_generation = getattr(trainer, "loss_type", None) in _OF_GENERATION
     if is_of_generation:
         args: Any = trainer.args
@@ -630,10 +563,10 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> T
     loss: Tensor = trainer._counted_loss(model, rows)
     if is_of_generation:
         loss = loss / (rows["completion_mask"] * rows.get("tool_mask", 1)).sum()
-    return loss
+    return Computed(loss)
 
 
-def _loss_of(parts: Sequence[ShardStatistics], otherwise: Tensor) -> Tensor:
+def _loss_of_parts(parts: Sequence[Any], otherwise: Tensor) -> Tensor:
     """Returns the loss of some shards. ``otherwise`` is that of rows that do not count."""
     totals: dict[Any, Tensor] = {}
     parts = [part for part in parts if part.tensors]
@@ -644,10 +577,6 @@ def _loss_of(parts: Sequence[ShardStatistics], otherwise: Tensor) -> Tensor:
             totals[place] = totals.get(place, 0.0) + tensor.to(otherwise.device)
     loss: Tensor = parts[0].structure.compute([*totals.values()], ())
     return loss
-
-
-def _model_in(module: nn.Module) -> nn.Module:
-    return module["model"] if isinstance(module, Task) else module
 
 
 def _keep_samples(collate: Callable[..., Inputs], samples: Sequence[object]) -> Inputs:
@@ -681,12 +610,7 @@ def _copy_containers(value: object) -> object:
     return copy.copy(value) if isinstance(value, (list, set)) else value
 
 
-def _no_settings() -> Any:
-    """Ranks do not compare settings: Trainer has the same on all of them."""
-
-
 _OF_GENERATION = ("dapo", "cispo", "vespo")  # losses over the tokens of all generated completions
-_LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 _EXPECTED = (
     "expected rows that do not depend on each other, and a function of torch's losses, of .mean(), or of sums over "
     "num_items_in_batch: for another loss, let an update be one forward, or use TrainStep, and "

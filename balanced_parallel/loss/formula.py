@@ -331,6 +331,18 @@ class FunctionCall(NamedTuple):
     writes: bool
 
 
+class _FactsByTensor(WeakIdKeyDictionary):
+    """Facts about tensors while they live. ``ids`` has those of all, which are found faster."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[int] = set()
+
+    def __setitem__(self, tensor: Tensor, facts: Facts) -> None:
+        self.ids.add(id(tensor))
+        super().__setitem__(tensor, facts)
+
+
 class SumNotes(TorchFunctionMode):
     """Notes the sums over the rows that are computed in its blocks, and the operations on them.
 
@@ -349,7 +361,7 @@ class SumNotes(TorchFunctionMode):
         self._has_graph = True
         self._knows_numbers = True  # No value of the batch is a Python number.
         self._held: list[Tensor] = []  # The storages identify counts.
-        self._facts = WeakIdKeyDictionary()
+        self._facts = _FactsByTensor()
 
     def __enter__(self) -> Self:
         self._has_graph = torch.is_grad_enabled()
@@ -399,7 +411,7 @@ class SumNotes(TorchFunctionMode):
             return self._call(func, args, kwargs)
         result = func(*args, **kwargs)
         is_tensor = isinstance(result, Tensor)
-        if is_tensor and result.dim() and result not in self._facts:
+        if is_tensor and result.dim() and id(result) not in self._facts.ids:
             return result
         if not is_tensor and getattr(func, "__name__", "") in _PROPERTIES:
             return result
@@ -413,12 +425,13 @@ class SumNotes(TorchFunctionMode):
         if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
             return False
         is_unknown = False
+        ids = self._facts.ids
         for part in _flatten((*args, *kwargs.values())):
             if not isinstance(part, Tensor):
                 if isinstance(part, (list, tuple, dict)):
                     return False
                 continue
-            facts = self._facts.get(part)
+            facts = self._facts.get(part) if id(part) in ids else None
             if facts is None:
                 is_unknown = is_unknown or not isinstance(part, nn.Parameter)
             elif facts.level != _OF_NOTHING or facts.is_selected:

@@ -11,7 +11,7 @@ criterion, so that of other rows has to be the same.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -79,17 +79,6 @@ class Noted(NamedTuple):
         return [add_up([value], device) for value in values]
 
 
-class Additive:
-    """A criterion whose output is the module that it calls."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self._function = function
-
-    def __call__(self, *arguments: object) -> Tensor:
-        """Calls the function."""
-        return self._function(*arguments)
-
-
 def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     """Calls a criterion, and notes the sums that its result is computed of.
 
@@ -103,8 +92,6 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     notes.of_constants((arguments, settings))
     if isinstance(criterion, nn.Module):
         notes.of_constants([*criterion.buffers()]).of_criterion(criterion.parameters())
-    if isinstance(criterion, Additive):
-        notes.of_constants([*shard.output.buffers()]).of_model(shard.output.parameters())
     with notes:
         result = shard.call()
     if shard.collectives.is_used:
@@ -355,8 +342,7 @@ class LossOfMeans(LossOfSums):
         nothing = shard.nothing()
         if not shard.rows:
             return ShardStatistics({}, None, nothing)
-        calls_model = isinstance(shard.criterion, Additive) or shard.notes is not None
-        if self._is_first_pass and not calls_model:
+        if self._is_first_pass and shard.notes is None:
             # Losses have a graph, and values to log have none.
             with torch.enable_grad():
                 output = containers.map_tensors(_with_graph, shard.output)

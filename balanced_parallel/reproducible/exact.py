@@ -39,7 +39,7 @@ from ..replicas.buckets import accumulate
 from ..runtime.values import scaled
 from ..strategies.ddp import DDPSync
 from ..strategies.replicas import ReplicaSync
-from ..training.settings import Settings
+from ..training.settings import Settings, Unchecked
 from ..training.update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
 from .groups import DDPGroups, GroupReport, GroupSync, ReplicaGroups
 from .kinds import exact_kind
@@ -236,17 +236,15 @@ class ExactAccumulation(Accumulation):
     def __init__(
         self,
         forwards: Forwards,
-        trained: Mapping[str, Tensor],
         sync: GroupSync,
         kind: Kind,
-        limit: Limit,
         weight_before: float,
     ) -> None:
-        super().__init__(forwards, trained, sync, kind, limit, weight_before)
+        super().__init__(forwards, sync, kind, weight_before)
         _check_determinism(self._device)
         self._groups = sync
-        self._rows = int(limit.value or 1)  # Rows of a group.
-        self._trained = list(trained.values())
+        self._rows = int(forwards.limit.value or 1)  # Rows of a group.
+        self._trained = list(forwards.trained.values())
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
         self._weights: list[Tensor | float] = []
@@ -306,7 +304,7 @@ class ExactAccumulation(Accumulation):
             plan[-1].append(run.surround(shard) if run.surround else shard)
         return plan
 
-    def finish(self, settings: Callable[[], Settings]) -> Reduced:
+    def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
         """Adds up everything on all ranks."""
         if self._losses and not self._has_graph:
             run_backward([], 1.0)  # raises an error that says what is missing

@@ -16,11 +16,12 @@ import torch
 from ..loss.copies import Calls
 from ..loss.coupled import CoupledLoss
 from ..loss.sums import LossSum
-from ..runtime.collectives import ElsewhereFailure, tell_failure
+from ..runtime.collectives import ElsewhereFailure, tell_failure, world_size
 from .recovery import retrying_allocations
-from .settings import Settings
+from .settings import Settings, Unchecked
 from .snapshot import Snapshot, explain_writes, record_versions
-from .update import Accumulation, Attempt, BatchRun, Reduced
+from .sync import gradient_sync
+from .update import Accumulation, Attempt, BatchRun, Forwards, Reduced
 
 
 class TwoPasses(Attempt):
@@ -83,8 +84,8 @@ class TwoPasses(Attempt):
         for run in self._runs:
             self._accumulation.run(run, self._accumulation.plan(run), loss.hand_back)
 
-    def finish(self, settings: Callable[[], Settings]) -> Reduced:
-        """Runs what was kept, and reduces all gradients."""
+    def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
+        """Runs what was kept, and reduces all gradients. All ranks call this."""
         self.run_kept()
         return self.reduce(settings)
 
@@ -143,3 +144,43 @@ class TwoPasses(Attempt):
         else:
             self.sync.tell(error, has_begun=self._has_begun)
         return self.sync.discard(ElsewhereFailure())
+
+
+def begin_update(forwards: Forwards, last: Reduced | None = None) -> Attempt:
+    """Begins an update of a step of your own.
+
+    Returns an :class:`Accumulation`, or a :class:`TwoPasses` around it for a loss that needs all
+    rows before the first backward. Clear the gradients before. Unlike those of :class:`TrainStep`,
+    hooks of parameters get the gradients of one micro-batch, and ranks do not compare settings.
+
+    Args:
+        forwards: those of the step.
+        last: the result of the update before. A loss may need one pass then, where the first
+            update has taken two.
+
+    Raises:
+        TypeError: the model is another one than those of :class:`Forwards`.
+
+    Example:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> model = DataParallelModel(net, ["cpu"] * 2)
+        >>> forwards = Forwards(model, DataParallelCriterion(torch.nn.MSELoss()), limit=2)
+        >>> work = begin_update(forwards)
+        >>> with forwards.updating(work):
+        ...     work.add(forwards.batch(torch.ones(7, 4), torch.ones(7, 1)))
+        ...     reduced = work.finish()
+        ...     reduced.scale(net.parameters())
+        >>> reduced.weight, net.weight.grad.shape
+        (7.0, torch.Size([1, 4]))
+    """
+    model, criterion = forwards.model, forwards.criterion
+    kind = criterion.follow_reduction()
+    if last is not None and last.kind.reduction == kind.reduction:
+        kind = last.kind
+    sync = gradient_sync(model, criterion).open()
+    accumulation = Accumulation(forwards, sync, kind, last.weight if last else 0.0)
+    if kind.passes == 1:
+        return accumulation
+    before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
+    may_split = forwards.limit.value is not None or len(model.devices) * world_size() > 1
+    return TwoPasses(accumulation, before, is_auto=False, may_split=may_split)

@@ -159,6 +159,20 @@ class Settings:
         ]
 
 
+class Unchecked(Settings):
+    """The settings of a step that has its own. Ranks do not compare them."""
+
+    def __init__(self) -> None:
+        """Takes nothing."""
+
+    def digest(self) -> list[float]:
+        """Returns numbers that are the same on all ranks."""
+        return [0.0, 0.0]
+
+    def check(self, total: float, squares: float) -> None:
+        """Compares nothing."""
+
+
 def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Hashable]:
     """Returns the settings of a criterion.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.outputs import PerReplica, join_outputs
-from ..batch.rows import Arguments, Batch, Cut, ParallelModel, as_arguments, spread
+from ..batch.rows import Batch, Cut, ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans, merge_logged
 from ..loss.kinds import SEVERAL, Kind
@@ -42,7 +42,6 @@ from ..runtime.values import (
     naming_arguments,
     setting,
 )
-from .forward_state import ForwardState
 from .optimizers import (
     Optimizers,
     ParameterUpdate,
@@ -194,9 +193,7 @@ class TrainStep:
         self.precision = Precision(precision)
         self.cut = cut
         self.surround = surround
-        self.precision.scaler_on(self.model.devices[0])  # makes the scaler of fp16
         self.grad_norm: Tensor | None = None
-        self._trained = _trained_tensors(model, criterion)
         self._is_auto = micro_batch_size == "auto"
         rows = micro_batch_size if isinstance(micro_batch_size, int) else None
         self._limit = (
@@ -210,15 +207,15 @@ class TrainStep:
                 "out of memory, expected a number, as memory.fit finds it"
             )
         self._open_sync = self._arithmetic.opener(self._strategy)
-        state = ForwardState(model.module, criterion.module)
         self._forwards = Forwards(
             self.model,
-            criterion.copies.without_notes(),
+            criterion,
             self.precision,
+            self._limit,
             keeps_order=cut is not None,
             prepare=self._arithmetic.prepare(),
-            state=None if state.is_empty else state,
         )
+        self._trained = self._forwards.trained
         # Batches may show another kind.
         self._kind = self._first_kind()
         self._reduction = getattr(criterion.module, "reduction", None)
@@ -288,10 +285,10 @@ class TrainStep:
         """
         outputs: list[PerReplica] = []
         with self._updating(is_last=True) as (update, hooks):
-            self._add(
-                update,
-                BatchRun(self._open(inputs, targets), True, outputs if return_outputs else None),
-            )
+            collected = outputs if return_outputs else None
+            run = BatchRun(self._open(inputs, targets), True, collected)
+            self._forwards.begin(run)
+            update.add(run)
             loss = self._apply(update, hooks)
         return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
 
@@ -301,7 +298,9 @@ class TrainStep:
         An ``add`` that fails drops all rows since the last update, with a note on its error.
         """
         with self._updating(is_last=False) as (update, _):
-            self._add(update, BatchRun(self._open(inputs, targets), False))
+            run = BatchRun(self._open(inputs, targets), False)
+            self._forwards.begin(run)
+            update.add(run)
             update.optimizers.note_gradients()
 
     def apply(self) -> Tensor:
@@ -326,11 +325,11 @@ class TrainStep:
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
         if self.cut is None:
-            return Batch(*self._mark(inputs, targets))
+            return Batch(*self._forwards.mark(inputs, targets))
         batch = self.cut.open(
             inputs,
             targets,
-            self._mark,
+            self._forwards.mark,
             self.model.module.forward,
             unit=self._limit.unit,
             is_strict=not self._is_auto,
@@ -341,14 +340,6 @@ class TrainStep:
                 "this rank had no sample in its first batch, expected one: others wait for its batch norm or sum over all rows"
             )
         return batch
-
-    def _mark(self, inputs: Any, targets: Any) -> tuple[Arguments, Arguments, tuple[int, int]]:
-        """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
-        marked.
-        """
-        arguments = Arguments(spread(targets), {})
-        dim = self.criterion.dim_of_targets(arguments, self.model.out_dims)
-        return as_arguments(inputs), arguments, (self.model.dim, dim)
 
     @contextmanager
     def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, ExitStack]]:
@@ -427,35 +418,13 @@ class TrainStep:
         sync = sync or self._open_sync()
         optimizers.forget_gradients()
         accumulation = self._arithmetic.accumulation(
-            self._forwards, self._trained, sync, self._kind, self._limit, self._weight_before
+            self._forwards, sync, self._kind, self._weight_before
         )
         if self._kind.passes == 1:
             return accumulation
         return TwoPasses(
             accumulation, self._before_pass, is_auto=self._is_auto, may_split=self._may_split
         )
-
-    def _add(self, update: Update, run: BatchRun) -> None:
-        """Adds a batch.
-
-        If the criterion communicates with other ranks, each of them has to call it once.
-        """
-        calls = self._forwards.copies.collectives
-        if calls.is_used and not run.is_whole:
-            calls.refuse()
-        if calls.asks and run.is_whole:
-            calls.agree(
-                len([*run.batch.plan(self.model.devices, self.model.split, self._limit.value, int)])
-            )
-        if not run.batch.targets.inputs:
-            self._kind.begin_step(self.model, run.batch)
-        try:
-            update.add(run)
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                "expected less memory at a time: TrainStep(..., micro_batch_size='auto') runs a batch again in smaller pieces"
-            )
-            raise
 
     def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
         reduced = update.finish(self._settings)
@@ -630,16 +599,6 @@ class TrainStep:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_update": None}  # a copy has no gradients
-
-
-def _trained_tensors(model: nn.Module, criterion: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters of both by name, each once, and the buffers that require a gradient."""
-    both = nn.ModuleDict({"model": model, "criterion": criterion})
-    learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
-    return {
-        name.replace(".module", "", 1): tensor
-        for name, tensor in (*both.named_parameters(), *learning)
-    }
 
 
 def _warn_of_hooks(model: ParallelModel) -> None:

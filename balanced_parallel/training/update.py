@@ -19,29 +19,40 @@ of it in another way::
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batch.containers import describe
 from ..batch.outputs import PerReplica, detach_outputs
-from ..batch.rows import Batch, Cut, MicroBatch, ParallelModel, Shard, copy_views
-from ..loss.copies import Calls, CriterionCopies
+from ..batch.rows import (
+    Arguments,
+    Batch,
+    Cut,
+    MicroBatch,
+    ParallelModel,
+    Shard,
+    as_arguments,
+    copy_views,
+    spread,
+)
+from ..loss.copies import Calls
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_up
+from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure
 from ..runtime.devices import move, start_copy
 from ..runtime.torch_private import is_compiled
-from ..runtime.values import Precision, scaled
+from ..runtime.values import Precision, PrecisionName, forget_gradients, scaled
 from .forward_state import ForwardState
 from .optimizers import ParameterUpdate
-from .settings import Settings
+from .settings import Settings, Unchecked
 from .snapshot import Snapshot
 from .sync import GradientSync, UpdateSync
 
@@ -49,7 +60,7 @@ Compute = Callable[[Calls], list[LossSum]]
 
 
 class BatchRun(NamedTuple):
-    """A batch that the caller passes, and how it runs."""
+    """A batch that the caller passes, and how it runs. :meth:`Forwards.batch` makes it."""
 
     batch: Batch
     is_whole: bool  # an effective batch: its last backward reduces all gradients
@@ -58,7 +69,11 @@ class BatchRun(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """An update whose gradients are reduced."""
+    """An update whose gradients are reduced: the result of :meth:`Accumulation.finish`.
+
+    The gradients have another divisor, until :meth:`scale` is called. The next update needs the
+    kind of the loss and the weight, so give it to :func:`begin_update`.
+    """
 
     loss: Tensor  # over everything
     weight: float  # The weight of everything; 0 if nothing was counted.
@@ -66,6 +81,20 @@ class Reduced(NamedTuple):
     sync: UpdateSync  # This synchronisation has reduced them.
     kind: Kind  # The next update has a loss of this kind.
     logged: Sequence[LoggedMeans]  # The values beside the loss, of each part of this rank.
+
+    def scale(self, parameters: Iterable[Tensor]) -> None:
+        """Makes the gradients of parameters those of the loss. All ranks call this.
+
+        There are none if no target was counted.
+
+        Raises:
+            ValueError: the gradient of a parameter was not reduced: it is neither in the model nor
+                in the criterion.
+        """
+        tensors = [*parameters]
+        self.sync.multiply(tensors, self.factor)
+        if not self.weight:
+            forget_gradients(tensors)
 
 
 @dataclass
@@ -109,6 +138,9 @@ class Attempt(Work, Protocol):
 
     sync: UpdateSync
 
+    def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
+        """Runs what was kept, and reduces all gradients. All ranks call this."""
+
     def run_kept(self) -> None:
         """Runs what was kept, the first part of :meth:`finish`. All ranks call this."""
 
@@ -116,24 +148,124 @@ class Attempt(Work, Protocol):
         """Reduces all gradients, the second part of :meth:`finish`. All ranks call this."""
 
 
-@dataclass(frozen=True)
 class Forwards:
-    """Runs the model and the criterion on the shards of a micro-batch."""
+    """Runs a model and a criterion on the shards of a micro-batch, in all updates of a step.
 
-    model: ParallelModel
-    copies: CriterionCopies
-    precision: Precision
-    keeps_order: bool  # notes the order of rows in the outputs
-    # Gives shards memory of their own before a forward, if that is needed.
-    prepare: Callable[[Shard], Shard] | None = None
-    state: ForwardState | None = None  # None for modules that have none.
+    It is what a step of your own begins with (docs/internals.md)::
+
+        forwards = Forwards(model, criterion)                  once
+        work = begin_update(forwards, last)                    an update: an Accumulation
+        with forwards.updating(work):
+            work.add(forwards.batch(inputs, targets))          forward and backward
+            reduced = work.finish()                            all ranks: Reduced
+            reduced.scale(model.parameters())                  the gradients of the whole batch
+
+    Args:
+        model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
+        criterion: a :class:`DataParallelCriterion`.
+        precision: as in :class:`TrainStep`.
+        limit: rows per device at most in one forward, or a :class:`Limit`; ``None`` runs each batch
+            at once.
+        keeps_order: notes the order of rows in the outputs that are collected.
+        prepare: gives shards memory of their own before a forward, if that is needed.
+
+    ``trained`` are the parameters of both by name, each once, and the buffers that require a
+    gradient.
+
+    Raises:
+        ValueError: another precision.
+
+    Example:
+        >>> net = nn.Linear(4, 3)
+        >>> model = DataParallelModel(net, ["cpu"] * 2)
+        >>> forwards = Forwards(model, DataParallelCriterion(nn.MSELoss()))
+        >>> [*forwards.trained]
+        ['model.weight', 'model.bias']
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        criterion: DataParallelCriterion,
+        precision: PrecisionName | Precision = "fp32",
+        limit: "int | Limit | None" = None,
+        *,
+        keeps_order: bool = False,
+        prepare: Callable[[Shard], Shard] | None = None,
+    ) -> None:
+        self.model = model
+        self.criterion = criterion
+        self.copies = criterion.copies.without_notes()
+        self.precision = precision if isinstance(precision, Precision) else Precision(precision)
+        self.precision.scaler_on(model.devices[0])  # makes the scaler of fp16
+        self.limit = limit if isinstance(limit, Limit) else Limit("rows", limit)
+        self.trained = _trained_tensors(model, criterion)
+        self._keeps_order = keeps_order
+        self._prepare = prepare
+        state = ForwardState(model.module, criterion.module)
+        self.state = None if state.is_empty else state
+
+    def mark(self, inputs: Any, targets: Any) -> tuple[Arguments, Arguments, tuple[int, int]]:
+        """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
+        marked.
+        """
+        arguments = Arguments(spread(targets), {})
+        dim = self.criterion.dim_of_targets(arguments, self.model.out_dims)
+        return as_arguments(inputs), arguments, (self.model.dim, dim)
+
+    def batch(self, inputs: Any, targets: Any = (), *, is_last: bool = True) -> BatchRun:
+        """Returns a batch, or this rank's rows of it, for :meth:`Accumulation.add`.
+
+        Args:
+            inputs: of the model, with rows or none; a tuple fills its positional arguments, a
+                mapping its keyword arguments.
+            targets: arguments of the criterion after the output; a tuple fills several, ``()``
+                none.
+            is_last: no batch follows in this update, so that its last backward reduces the
+                gradients.
+
+        Raises:
+            ValueError: the rows of inputs and targets do not fit.
+        """
+        run = BatchRun(Batch(*self.mark(inputs, targets)), is_last)
+        self.begin(run)
+        return run
+
+    def begin(self, run: BatchRun) -> None:
+        """Begins a batch. All ranks call this for their last one.
+
+        If the criterion communicates with other ranks, each of them has to call it once.
+        """
+        calls = self.copies.collectives
+        if calls.is_used and not run.is_whole:
+            calls.refuse()
+        if calls.asks and run.is_whole:
+            model = self.model
+            calls.agree(len([*run.batch.plan(model.devices, model.split, self.limit.value, int)]))
+        if not run.batch.targets.inputs:
+            self.criterion.kind.begin_step(self.model, run.batch)
+
+    @contextlib.contextmanager
+    def updating(self, work: Work) -> Iterator[None]:
+        """Surrounds a part of an update. An error in it drops all gradients, and is told to the
+        other ranks.
+        """
+        with window(self.model, self.criterion, in_step=True):
+            try:
+                yield
+            except BaseException as error:
+                # Ranks that have ended cannot be told.
+                with contextlib.suppress(RuntimeError):
+                    work.discard(error)
+                forget_gradients([*self.trained.values()])
+                raise
 
     def run(
         self, shards: Sequence[Shard], compute: Compute, collected: list[PerReplica] | None = None
     ) -> list[LossSum]:
         """Runs one forward. Returns a loss for each shard. ``collected`` receives the outputs."""
-        if self.prepare is not None:
-            shards = [self.prepare(shard) for shard in shards]
+        if self._prepare is not None:
+            shards = [self._prepare(shard) for shard in shards]
         state = self.state if self.state and self.state.is_open else None
         if state is not None:
             state.begin_forward()
@@ -143,7 +275,7 @@ class Forwards:
                 if collected is not None:
                     order = (
                         [row for shard in shards for row in shard.rows or ()]
-                        if self.keeps_order
+                        if self._keeps_order
                         else None
                     )
                     collected.append(detach_outputs(outputs, order))
@@ -159,8 +291,12 @@ class Forwards:
 class Accumulation(Attempt):
     """Sums of losses and gradients over the micro-batches of an update, on one rank.
 
+    :func:`begin_update` makes it. Gradients stay in ``.grad`` of the parameters, or with the
+    replicas, until :meth:`finish`.
+
     Args:
-        trained: the parameters of model and criterion.
+        forwards: those of the step.
+        sync: the synchronisation of this update.
         kind: that of the loss.
         weight_before: that of the last update, over everything, or 0.
     """
@@ -168,19 +304,16 @@ class Accumulation(Attempt):
     def __init__(
         self,
         forwards: Forwards,
-        trained: Mapping[str, Tensor],
         sync: UpdateSync,
         kind: Kind,
-        limit: Limit,
         weight_before: float,
     ) -> None:
         device = self._device = forwards.model.devices[0]
-        dtypes = {tensor.dtype.to_real() for tensor in trained.values()}
+        dtypes = {tensor.dtype.to_real() for tensor in forwards.trained.values()}
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.forwards = forwards
         self.sync = sync
         self.kind = kind
-        self._limit = limit
         self._weight: Weight = 0.0
         self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
         self._is_reduced = False  # over replicas and ranks: nothing can be added
@@ -241,7 +374,7 @@ class Accumulation(Attempt):
         model = self.forwards.model
         plan = list(
             run.batch.plan(
-                model.devices, model.split, self._limit.value, self.sync.count_micro_batches
+                model.devices, model.split, self.forwards.limit.value, self.sync.count_micro_batches
             )
         )
         self._has_plan = True
@@ -252,8 +385,11 @@ class Accumulation(Attempt):
     def run_kept(self) -> None:
         """Does nothing: all batches have run."""
 
-    def finish(self, settings: Callable[[], Settings]) -> Reduced:
-        """Reduces what is not reduced yet."""
+    def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
+        """Reduces what is not reduced yet. All ranks call this.
+
+        ``settings`` returns what ranks compare: nothing if it is left out.
+        """
         for zeros in self.sync.forwards_without_rows(is_reduced=self._is_reduced):
             self._backward([LossSum(zero, 0.0) for zero in zeros], 0, is_last=True)
         if self.forwards.state is not None:
@@ -381,7 +517,13 @@ class Update:
     def add(self, run: BatchRun) -> None:
         """Adds a batch."""
         assert self._work is not None
-        self._work.add(run)
+        try:
+            self._work.add(run)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                "expected less memory at a time: TrainStep(..., micro_batch_size='auto') runs a batch again in smaller pieces"
+            )
+            raise
         self.has_rows = True
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
@@ -413,6 +555,16 @@ class Update:
                 self.has_parted = self._discard(error)
             self.optimizers.forget_gradients()
             raise
+
+
+def _trained_tensors(model: nn.Module, criterion: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters of both by name, each once, and the buffers that require a gradient."""
+    both = nn.ModuleDict({"model": model, "criterion": criterion})
+    learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
+    return {
+        name.replace(".module", "", 1): tensor
+        for name, tensor in (*both.named_parameters(), *learning)
+    }
 
 
 def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:

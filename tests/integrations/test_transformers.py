@@ -372,6 +372,41 @@ def test_settings_that_are_refused():
         make_trainer("gpt2", make_arguments(torch_compile=True))
 
 
+class Sharded(BalancedTrainer):
+    """A trainer whose arguments ask for FSDP, as under torchrun."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.is_fsdp_enabled = True
+
+
+def test_shards_of_the_trainer_are_refused():
+    with pytest.raises(ValueError, match="DeepSpeed, FSDP, a parallelism_config or LOMO is set"):
+        make_trainer("gpt2", make_arguments(), Sharded)
+
+
+def test_a_prediction_without_labels_before_training():
+    """Its forwards have no loss, and those of training have one."""
+    rows = make_rows("tags", 16)
+    trainer = make_trainer("tags", make_arguments(), rows=rows)
+    unlabelled = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows]
+    assert trainer.predict(unlabelled).predictions.shape[0] == 16
+    check(train(trainer), train_plainly(make_model("tags"), rows, 4))
+
+
+@pytest.mark.parametrize("devices", [None, TWO])
+def test_another_model_is_evaluated_once_it_is_set(devices):
+    trainer = make_trainer("tags", make_arguments(), devices=devices)
+    before = trainer.evaluate()["eval_loss"]
+    other = make_model("tags")
+    with torch.no_grad():
+        other.classifier.weight.mul_(5)
+        expected = other.eval()(**pad(make_rows("tags", 19))).loss.item()
+    trainer.model = other
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert before != pytest.approx(expected, rel=1e-3)
+
+
 def test_arguments_are_copied():
     arguments = make_arguments()
     trainer = make_trainer("gpt2", arguments)

@@ -1,0 +1,178 @@
+"""A step of one's own, as docs/internals.md writes it, against plain PyTorch."""
+
+import copy
+
+import pytest
+import torch
+from helpers.pages import blocks
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    DiceLoss,
+    Precision,
+    parallelize,
+)
+from balanced_parallel.training.passes import TwoPasses, begin_update
+from balanced_parallel.training.update import Accumulation, Forwards
+
+
+def own_step():
+    """Returns the class of the page."""
+    (block,) = [block for block in blocks("docs/internals.md", "python") if "OwnStep" in block]
+    names = {"torch": torch}
+    exec(block, names)
+    return names["OwnStep"]
+
+
+def rmse(output, target):
+    return F.mse_loss(output, F.one_hot(target, 3).float()).sqrt()
+
+
+def draw(rows):
+    inputs, targets = torch.randn(rows, 4), torch.randint(3, (rows,))
+    targets[: rows // 4] = -100
+    return inputs, targets
+
+
+def train_plainly(net, criterion, batches):
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = criterion(net(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+CRITERIA = {
+    "one pass": nn.CrossEntropyLoss(),
+    "one count": lambda output, target: F.cross_entropy(output, target) * 2,
+    "a function of sums": lambda output, target: rmse(output, target.clamp(min=0)),
+    "statistics": lambda output, target: DiceLoss()(output[:, :1], (target[:, None] > 0).float()),
+}
+
+
+@pytest.mark.parametrize("name", [*CRITERIA])
+def test_the_page_equals_plain_pytorch(name):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    plain = copy.deepcopy(net)
+    batches = [draw(rows) for rows in (11, 9, 4)]
+    model = DataParallelModel(net, ["cpu"] * 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    step = own_step()(model, DataParallelCriterion(CRITERIA[name]), optimizer)
+    losses = torch.stack([step(*batch) for batch in batches])
+    torch.testing.assert_close(losses, train_plainly(plain, CRITERIA[name], batches))
+    torch.testing.assert_close(net.weight, plain.weight)
+
+
+def train_rank(rank, name):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    plain = copy.deepcopy(net)
+    batches = [draw(rows) for rows in (11, 9, 4)]
+    model, criterion = parallelize(net, CRITERIA[name], ["cpu"], strategy="ddp")
+    step = own_step()(model, criterion, torch.optim.SGD(net.parameters(), 0.5))
+    losses = []
+    for inputs, targets in batches:
+        rows = slice(0, 7) if rank == 0 else slice(7, None)  # The last batch has none of rank 1.
+        losses.append(step(inputs[rows], targets[rows]))
+    torch.testing.assert_close(torch.stack(losses), train_plainly(plain, CRITERIA[name], batches))
+    torch.testing.assert_close(net.weight, plain.weight)
+
+
+@pytest.mark.parametrize("name", ["one pass", "a function of sums"])
+def test_ranks_with_other_numbers_of_rows(name):
+    run_ranks(2, train_rank, name)
+
+
+def make_forwards(criterion, **settings):
+    net = nn.Linear(4, 3)
+    model = DataParallelModel(net, ["cpu"] * 2)
+    return net, Forwards(model, DataParallelCriterion(criterion), **settings)
+
+
+def update(forwards, *batches, last=None):
+    work = begin_update(forwards, last)
+    with forwards.updating(work):
+        for batch in batches[:-1]:
+            work.add(forwards.batch(*batch, is_last=False))
+        work.add(forwards.batch(*batches[-1]))
+        reduced = work.finish()
+        reduced.scale(forwards.trained.values())
+    return reduced
+
+
+@pytest.mark.parametrize("name", [*CRITERIA])
+def test_batches_that_are_added(name):
+    net, forwards = make_forwards(CRITERIA[name])
+    inputs, targets = draw(12)
+    reduced = update(forwards, (inputs[:5], targets[:5]), (inputs[5:], targets[5:]))
+    loss = CRITERIA[name](net(inputs), targets)
+    torch.testing.assert_close(reduced.loss, loss.detach())
+    expected = torch.autograd.grad(loss, net.weight)[0]
+    torch.testing.assert_close(net.weight.grad, expected)
+
+
+def test_the_result_of_an_update_saves_a_pass():
+    _, forwards = make_forwards(CRITERIA["one count"], limit=2)
+    assert isinstance(begin_update(forwards), TwoPasses)
+    reduced = update(forwards, draw(12))
+    assert isinstance(begin_update(forwards, reduced), Accumulation)
+
+
+def test_another_reduction_is_followed():
+    criterion = nn.CrossEntropyLoss()
+    net, forwards = make_forwards(criterion)
+    inputs, targets = draw(12)
+    reduced = update(forwards, (inputs, targets))
+    criterion.reduction = "sum"
+    net.zero_grad()
+    reduced = update(forwards, (inputs, targets), last=reduced)
+    expected = F.cross_entropy(net(inputs), targets, reduction="sum")
+    torch.testing.assert_close(reduced.loss, expected.detach())
+
+
+def test_an_error_drops_the_gradients():
+    net, forwards = make_forwards(nn.CrossEntropyLoss(), limit=1)
+    inputs, targets = draw(12)
+    targets[-1] = 7  # no class
+    with pytest.raises(IndexError, match="out of bounds"):
+        update(forwards, (inputs, targets))
+    assert net.weight.grad is None
+    targets[-1] = 0
+    reduced = update(forwards, (inputs, targets))
+    torch.testing.assert_close(reduced.loss, F.cross_entropy(net(inputs), targets).detach())
+
+
+def test_no_counted_target_leaves_no_gradient():
+    net, forwards = make_forwards(nn.CrossEntropyLoss())
+    reduced = update(forwards, (torch.randn(3, 4), torch.full((3,), -100)))
+    assert reduced.loss.isnan()
+    assert net.weight.grad is None
+
+
+def test_float16_has_a_scaler_which_the_step_of_the_user_unscales():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    net, forwards = make_forwards(nn.CrossEntropyLoss(), precision=Precision("fp16", scaler))
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    inputs, targets = draw(12)
+    update(forwards, (inputs, targets))
+    scaler.unscale_(optimizer)
+    expected = torch.autograd.grad(F.cross_entropy(net(inputs), targets), net.weight)[0]
+    torch.testing.assert_close(net.weight.grad, expected, rtol=2e-2, atol=2e-3)
+
+
+def test_another_model_is_refused():
+    net = nn.Linear(4, 3)
+    model = DataParallelModel(net, ["cpu"] * 2, gather_outputs=True)
+    forwards = Forwards(model, DataParallelCriterion(nn.CrossEntropyLoss()))
+    with pytest.raises(TypeError, match="gather_outputs=True"):
+        begin_update(forwards)
