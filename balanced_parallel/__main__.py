@@ -37,7 +37,6 @@ from tabulate import tabulate
 from torch import nn
 
 from . import memory
-from .batch.containers import describe
 from .memory.devices import find_kind
 from .memory.estimation import MODES
 from .memory.fitting import saved_bytes
@@ -288,7 +287,7 @@ def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
     settings = {
         name: getattr(flags, name) for name in ("optimizer", "devices", "precision", "device_kind")
     }
-    return problem, flags.batch_size or problem.rows, settings
+    return problem, flags.batch_size or problem.batch.rows or 0, settings
 
 
 def _show(flags: argparse.Namespace, text: str, result: MemoryReport | MemoryPlan) -> int:
@@ -372,7 +371,7 @@ def build_problem(place: str) -> Problem:
     result = _make(place, _find(place))
     parts = result if isinstance(result, tuple) else (result,)
     if len(parts) != 4 or not isinstance(parts[0], nn.Module) or not callable(parts[1]):
-        returned = ", ".join(map(describe, parts))
+        returned = ", ".join(type(part).__name__ for part in parts)
         raise ValueError(
             f"{place} returned {returned}: expected (module, criterion, inputs, targets)"
         )

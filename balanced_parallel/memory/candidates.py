@@ -15,13 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torch import nn
-
 from ..batch.plan import count_micro_batches, split_sizes
-from ..diagnostics.reasons import batch_norms
-from ..replicas.batchnorm import AllRowsBatchNorm
+from ..diagnostics.reasons import statistics_of
 from ..runtime.values import format_bytes
-from ..strategies.parallelize import state_bytes
+from ..strategies.tracing import state_bytes
 from .lines import Lines, most_that_fit
 from .problem import Request
 from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
@@ -144,16 +141,6 @@ def row_of(choice: Choice) -> list[str]:
 SECONDS_PER_MODULE = 0.1
 SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no trace has
 BASE = 2  # rows per device in the first of two traces
-
-
-def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
-    """Returns which rows the batch norms of ``module`` take statistics from; None for all rows of
-    the batch.
-    """
-    norms = batch_norms(module)
-    if devices > 1 and not all(isinstance(layer, AllRowsBatchNorm) for layer in norms.values()):
-        return "replica"
-    return "micro-batch" if micro_batches > 1 and norms else None
 
 
 class MicroBatches(NamedTuple):
@@ -362,7 +349,7 @@ class Option:
         With a bucket for each gradient, blocks repeat that do not otherwise. Larger buckets need
         more memory.
         """
-        request = replace(self.request, small_buckets=True)
+        request = replace(self.request, bucket_bytes=0)
         if find_repeated(self.request) or not find_repeated(request):
             return
         rough = Option(self.savings, request, self.capacity, self.batch_size)

@@ -10,15 +10,13 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..batch.containers import describe
+from .. import Precision
 from ..batch.plan import count_micro_batches
-from ..batch.rows import as_arguments, spread
-from ..loss.copies import Criterion
-from ..replicas.module_tree import check_module
 from ..runtime.torch_private import is_compiled
-from ..runtime.values import Precision, check_number
+from ..runtime.values import check_number, check_type
+from ..strategies.tracing import TracedBatch, check_module
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
 from .operators import CONVOLUTIONS, RECURRENT_LAYERS, UnknownMemory
@@ -28,6 +26,7 @@ from .savings import sorted_names
 from .trace.layouts import LAYOUTS, OptimizerChoice, wrap
 from .trace.tracer import run_traces
 
+LossFunction = Callable[..., Tensor]  # a module or a function
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 T = TypeVar("T")
 MODES = "train", "evaluate"
@@ -35,7 +34,7 @@ MODES = "train", "evaluate"
 
 def estimate(
     module: nn.Module,
-    criterion: Criterion,
+    criterion: LossFunction,
     inputs: object,
     targets: object,
     *,
@@ -135,6 +134,7 @@ _CALLS = {
 def make_request(
     problem: Problem,
     *,
+    batch: TracedBatch | None = None,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     precision: str = "fp32",
     micro_batch_size: int | None = None,
@@ -148,12 +148,14 @@ def make_request(
     expandable_segments: bool = False,
     mode: str = "train",
 ) -> Request:
-    """Checks the arguments of :func:`estimate`, and makes a request of them."""
+    """Checks the arguments of :func:`estimate`, and makes a request of them.
+
+    ``batch`` is that of the problem, where inputs and targets have their rows in two dimensions.
+    """
     check_module(problem.module)
     _refuse_quantized(problem.module)
-    for name, function in {"criterion": problem.criterion, "optimizer": optimizer}.items():
-        if not callable(function):
-            raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
+    check_type("criterion", problem.criterion, Callable, _CALLS["criterion"])
+    check_type("optimizer", optimizer, Callable, _CALLS["optimizer"])
     kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
     Precision(precision)
     for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
@@ -161,16 +163,15 @@ def make_request(
     _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients)
     shares = split or LAYOUTS[layout].devices_per_process(devices)
     criterion, couples_rows = _unwrapped(problem.criterion)
+    batch = batch or problem.batch
     return Request(
         module=problem.module,
         criterion=criterion,
-        inputs=as_arguments(problem.inputs),
-        targets=spread(problem.targets),
-        dim=problem.dim,
+        batch=batch,
         scalar=problem.scalar,
         optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
         precision=precision,
-        micro_batches=count_micro_batches(problem.rows, micro_batch_size, shares),
+        micro_batches=count_micro_batches(batch.rows or 0, micro_batch_size, shares),
         layout=LAYOUTS[layout],
         devices=devices,
         balanced=balanced_optimizer,
@@ -222,7 +223,7 @@ def _refuse_quantized(module: nn.Module) -> None:
                 )
 
 
-def _unwrapped(criterion: Criterion) -> tuple[Criterion, bool]:
+def _unwrapped(criterion: LossFunction) -> tuple[LossFunction, bool]:
     """Returns a criterion as layouts wrap it, and True if its loss couples rows: then it stays
     wrapped.
     """

@@ -13,12 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..batch.containers import map_leaves
-from ..batch.rows import Along, Arguments, as_arguments, count_rows, take
+from ..strategies.tracing import Shard, TracedBatch
 from .devices import DeviceKind
 from .trace.values import is_small
 
@@ -36,10 +34,11 @@ class Problem:
     scalar: float | None = None
 
     @property
-    def rows(self) -> int:
-        """The number of rows of the batch, which has some."""
-        if rows := count_rows(as_arguments(self.inputs), self.dim):
-            return rows
+    def batch(self) -> TracedBatch:
+        """Inputs and targets with some rows."""
+        batch = TracedBatch.of(self.inputs, self.targets, self.dim)
+        if batch.rows:
+            return batch
         raise ValueError(
             f"the inputs have no rows, expected tensors with rows along dimension {self.dim}"
         )
@@ -49,27 +48,9 @@ class Problem:
 
         Tensors are on the meta device. Those that are small, and lists, repeat their rows.
         """
-        of = self.rows
-
-        def resize(leaf: object, dim: int = self.dim) -> object:
-            if type(leaf) is Along:
-                return Along(resize(leaf.leaf, leaf.dim), leaf.dim)
-            if not (present := count_rows(leaf, dim)):
-                return leaf
-            count = present * rows // of
-            if not isinstance(leaf, Tensor) or is_small(leaf, count / present):
-                return take(leaf, [place % present for place in range(count)], dim)
-            shape = [*leaf.shape]
-            shape[dim] = count
-            return torch.empty(
-                shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
-            )
-
-        inputs, targets = map_leaves(resize, (self.inputs, self.targets))
-        return dataclasses.replace(self, inputs=inputs, targets=targets)
-
-
-TracedBatch = tuple[Arguments, tuple[object, ...]]
+        batch = self.batch.resized(rows, is_small)
+        inputs = batch.inputs.kwargs or batch.inputs.inputs
+        return dataclasses.replace(self, inputs=inputs, targets=batch.targets.inputs)
 
 
 class Layout(Protocol):
@@ -115,11 +96,11 @@ class Layout(Protocol):
         """Returns the optimizers of torch, those inside of balanced ones."""
         ...
 
-    def evaluate(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
+    def evaluate(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
         ...
 
-    def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
+    def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
         ...
 
@@ -164,14 +145,13 @@ class OptimizerMaker(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Problem):
-    """One update of a problem to trace.
+class Request:
+    """One update of a problem to trace."""
 
-    Inputs and targets are arguments of the module, and of the criterion after the output.
-    """
-
-    inputs: Arguments
-    targets: tuple[object, ...]
+    module: nn.Module
+    criterion: Callable[..., Tensor]
+    batch: TracedBatch
+    scalar: float | None
     optimizer: OptimizerMaker
     precision: str
     micro_batches: int
@@ -185,8 +165,13 @@ class Request(Problem):
     update_rows: int | None = None  # over all devices of a process; None for those of the batch
     whole_gradients: bool = False  # FSDP keeps them until the last micro-batch.
     mode: str = "train"
-    # A bucket for each gradient, so that blocks repeat. The memory lacks that of some buckets.
-    small_buckets: bool = False
+    # With 0 each gradient has a bucket, so that blocks repeat. The memory lacks that of some buckets.
+    bucket_bytes: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the batch."""
+        return self.batch.rows or 0
 
     @property
     def rows_per_micro_batch(self) -> int:

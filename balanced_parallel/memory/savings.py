@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import nn, optim
 
+from ..savings import LinearCrossEntropy
 from ..savings import saving as applied
-from ..savings.checkpointing import find_blocks, outermost_sequentials
-from ..savings.linear_cross_entropy import LinearCrossEntropy
-from ..savings.saving import SAVINGS, Saving
+from ..savings.checkpointing import has_parts
+from ..savings.saving import Saving
 from .problem import Request
 from .trace.layouts import FSDP, OptimizerChoice
 
@@ -83,7 +83,7 @@ def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
     all of them.
     """
     requested = [names] if isinstance(names, str) else list(names)
-    functions = [saving.name for saving in SAVINGS if saving.is_function]
+    functions = [saving.name for saving in applied.SAVINGS if saving.is_function]
     for name in requested:
         if name not in functions:
             raise ValueError(
@@ -112,10 +112,6 @@ def _makes_temporaries(classes: tuple[type[optim.Optimizer], ...], request: Requ
     if not isinstance(choice, OptimizerChoice) or choice.plain_make not in classes:
         return False
     return request.kind.like_cuda and choice.settings.keys().isdisjoint(["fused", "foreach"])
-
-
-def _has_parts(request: Request) -> bool:
-    return bool(find_blocks(request.module) or outermost_sequentials(request.module))
 
 
 def _heads(module: nn.Module) -> list[str]:
@@ -199,7 +195,7 @@ PLANNED = (
     ),
     PlannedSaving(
         applied.LOGITS,
-        suits=lambda request: "labels" in request.inputs.kwargs,
+        suits=lambda request: "labels" in request.batch.inputs.kwargs,
         line="savings.replace_lm_head(module)",
     ),
     PlannedSaving(
@@ -212,12 +208,12 @@ PLANNED = (
     ),
     PlannedSaving(
         applied.SELECTIVE,
-        suits=_has_parts,
+        suits=lambda request: has_parts(request.module),
         line="savings.checkpoint_activations(module, selective=True)",
     ),
     PlannedSaving(
         applied.CHECKPOINT,
-        suits=_has_parts,
+        suits=lambda request: has_parts(request.module),
         instead_of=applied.SELECTIVE,
         line="savings.checkpoint_activations(module)",
     ),

@@ -13,46 +13,37 @@ depend on each other runs in two passes, or in one, as in :class:`TrainStep`.
 """
 
 import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...batch.containers import leaves, map_leaves
-from ...batch.outputs import PerReplica
-from ...batch.plan import split_sizes
-from ...batch.rows import Along, Arguments, count_rows, move_leaves
-from ...loss.copies import Criterion
-from ...loss.coupled import CoupledLoss, WholeLoss
-from ...loss.criterion import DataParallelCriterion
-from ...loss.entries import plain_loss
-from ...loss.kinds import MeansInside
-from ...loss.sums import add_up
-from ...optim.balanced import (
-    BalancedOptimizer,
-    Recipe,
-    assign_owners,
-    is_elementwise,
-    refuse_closures,
-)
-from ...replicas import buckets
-from ...replicas.model import DataParallelModel
-from ...replicas.owners import BucketOwners
-from ...replicas.replicas import Replicas, window
-from ...replicas.workers import run_in_turn
+from ... import BalancedOptimizer, DataParallelCriterion, PerReplica, Precision
 from ...runtime.collectives import world_size
-from ...runtime.streams import SideStreams
-from ...runtime.values import Precision
-from ...strategies.fsdp import shard
+from ...strategies.tracing import (
+    Shard,
+    TracedCriterion,
+    TracedModel,
+    assign_owners,
+    fill,
+    is_elementwise,
+    move_leaves,
+    pieces_of,
+    plain_loss,
+    refuse_closures,
+    shard,
+    traced_replicas,
+    window,
+)
 from ..operators import UnknownMemory
-from ..problem import Layout, Request, TracedBatch
+from ..problem import Layout, Request
+from .allocations import TracedSides
 from .fakes import HOME, fake_devices
 
 
@@ -181,10 +172,10 @@ class ExistingOptimizers:
         They are balanced again if there is a model. If there was none, the first becomes one.
         """
         others = [*self.others]
-        recipes = self.recipes
+        recipes: list[Any] = self.recipes
         if model is not None and not recipes:
             first, *others = others
-            recipes = [(Recipe(type(first), first.param_groups, {}), None)]
+            recipes = [((type(first), first.param_groups, {}), None)]
         pieces = set(map(id, parameters))
         for (kind, groups, rest), sharding in recipes:
             if model is not None:
@@ -203,84 +194,14 @@ class ExistingOptimizers:
         return others
 
 
-class TracedCriterion(DataParallelCriterion):
-    """A :class:`DataParallelCriterion` on fake devices, with the settings of a criterion that may
-    be wrapped.
-
-    The divisor of a criterion that computes means inside takes as much memory as the number of
-    rows. Fake tensors have no values to check.
-    """
-
-    def __init__(self, criterion: Criterion, replicas: Replicas, request: "Request") -> None:
-        like = wrap(criterion)
-        settings = {**like.arguments, "device_ids": None, "output_device": None, "dim": request.dim}
-        if isinstance(like.kind, MeansInside):
-            settings["weight"] = "rows"
-        if like.precision.name == "fp32":
-            settings["precision"] = request.precision
-        super().__init__(like.module, **settings)
-        self.replicas = replicas
-        self.copies = dataclasses.replace(self.copies, replicas=replicas, halves=None)
-
-
-def wrap(criterion: Criterion) -> DataParallelCriterion:
+def wrap(criterion: Callable[..., Tensor]) -> DataParallelCriterion:
     """Returns a criterion that tells the kind of its loss."""
     if isinstance(criterion, DataParallelCriterion):
         return criterion
     return DataParallelCriterion(criterion)
 
 
-def fill(loss: CoupledLoss, rows: int) -> None:
-    """Collects outputs and targets of further rows, on the devices of the last ones, without a
-    forward.
-    """
-
-    def resize(leaf: Any, share: float) -> Any:
-        if not (isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor)):
-            return leaf
-        shape = list(leaf.leaf.shape)
-        shape[leaf.dim] = round(shape[leaf.dim] * share)
-        return Along(leaf.leaf.new_empty(shape), leaf.dim)
-
-    if isinstance(loss, WholeLoss):
-        alongs = [
-            next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along))
-            for piece in loss.pieces
-        ]
-        sizes = [along.leaf.size(along.dim) for along in alongs]
-        last = {along.leaf.device: place for place, along in enumerate(alongs)}
-        for place, count in zip(
-            last.values(), split_sizes(max(rows - sum(sizes), 0), len(last)), strict=True
-        ):
-            share = count / max(sizes[place], 1)
-            loss.pieces.append(map_leaves(partial(resize, share=share), loss.pieces[place]))
-
-
-T = TypeVar("T")
 P = TypeVar("P", bound=Tensor)
-
-
-def run_in_this_thread(
-    work: Sequence[Callable[[], T]],
-    devices: Sequence[torch.device],
-    *,
-    together: bool = True,
-) -> list[T]:
-    """Runs replicas one after the other: a fake mode belongs to one thread.
-
-    In an exchange, each receives its own values.
-    """
-    return run_in_turn(work, devices, lambda index, value: [value] * len(work))
-
-
-class TracedModel(DataParallelModel):
-    """A :class:`DataParallelModel` of a fake module on fake devices."""
-
-    def __init__(self, module: nn.Module, replicas: Replicas, request: Request) -> None:
-        nn.Module.__init__(self)
-        devices = fake_devices(request.devices)
-        self._set_up(devices, replicas, request.dim, request.precision, request.split)
-        self.module = module
 
 
 class SingleDevice(Layout):
@@ -290,9 +211,11 @@ class SingleDevice(Layout):
     """
 
     name = "single"
-    replicas: Sequence[Replicas] = ()  # The model has one, and the criterion.
+    replicas: Sequence[Any] = ()  # Those of the model, and those of the criterion.
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
+    def __init__(
+        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
+    ) -> None:
         self.request = request
         self.module = module
         self.criterion = criterion
@@ -318,23 +241,23 @@ class SingleDevice(Layout):
             self.parameters, self.module if self.request.balanced else None
         )
 
-    def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
+    def loss(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch."""
         with Precision(self.request.precision).autocast([HOME]):
-            (output,) = self.outputs(arguments)
-            return plain_loss(self.criterion, output, move_leaves(targets, None))
+            (output,) = self.outputs(part)
+            return plain_loss(self.criterion, output, move_leaves(part.targets.inputs, None))
 
-    def evaluate(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
+    def evaluate(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
         if not self.request.couples_rows:
-            return self.loss(arguments, targets)
-        total: Tensor = self.coupled_criterion()(self.outputs(arguments), *targets)
-        return total
+            return self.loss(part)
+        criterion = self.coupled_criterion()
+        return criterion(self.outputs(part), *part.targets.inputs)
 
-    def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
+    def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
         if not self.request.couples_rows:
-            return [partial(self.loss, *micro_batch) for micro_batch in micro_batches]
+            return [partial(self.loss, part) for part in micro_batches]
         if world_size() > 1:
             raise UnknownMemory(
                 "the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'"
@@ -344,23 +267,18 @@ class SingleDevice(Layout):
             loss = criterion.kind.loss(criterion.copies, HOME, is_split=True)
             if self.request.micro_batches > 1:  # This is the first of two passes.
                 with torch.no_grad():
-                    for arguments, targets in micro_batches:
-                        loss.collect(criterion.cut(self.outputs(arguments), targets, {}))
+                    for part in micro_batches:
+                        loss.collect(self._calls(criterion, part))
                     fill(loss, self.request.rows_of_update)
                 loss.differentiate(None)
-        return [
-            partial(self._coupled_loss, criterion, loss, *micro_batch)
-            for micro_batch in micro_batches
-        ]
+        return [partial(self._coupled_loss, criterion, loss, part) for part in micro_batches]
 
-    def _coupled_loss(
-        self,
-        criterion: DataParallelCriterion,
-        loss: CoupledLoss,
-        arguments: Arguments,
-        targets: tuple[Any, ...],
-    ) -> Tensor:
-        calls = criterion.cut(self.outputs(arguments), targets, {})
+    def _calls(self, criterion: DataParallelCriterion, part: Shard) -> Any:
+        """Runs the forward of one micro-batch. Returns the calls of the criterion."""
+        return criterion.cut(self.outputs(part), part.targets.inputs, {})
+
+    def _coupled_loss(self, criterion: DataParallelCriterion, loss: Any, part: Shard) -> Tensor:
+        calls = self._calls(criterion, part)
         if self.request.micro_batches > 1:
             sums = loss.hand_back(calls)
         else:
@@ -368,18 +286,20 @@ class SingleDevice(Layout):
             fill(loss, self.request.rows_of_update)
             loss.differentiate(None)
             sums = loss.hand_back_parts(parts)
-        return add_up([each.total for each in sums], HOME)
+        totals: list[Tensor] = [each.total.to(HOME) for each in sums]
+        return functools.reduce(torch.add, totals)
 
     def coupled_criterion(self) -> DataParallelCriterion:
         """Returns the criterion on fake devices."""
-        return TracedCriterion(self.criterion, Replicas(workers=run_in_this_thread), self.request)
+        dim = self.request.batch.dims[1]
+        return TracedCriterion(wrap(self.criterion), traced_replicas(), dim, self.request.precision)
 
-    def outputs(self, arguments: Arguments) -> PerReplica:
+    def outputs(self, part: Shard) -> PerReplica:
         """Runs the forward of one micro-batch. Returns an output per replica."""
         with Precision(self.request.precision).autocast([HOME]):
-            plain = move_leaves(arguments, None)
+            plain = move_leaves(part.inputs, None)
             output = self.module(*plain.inputs, **plain.kwargs)
-        return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
+        return PerReplica([output], [len(part.rows or ())], self.request.batch.dims[0])
 
     def close(self) -> None:
         """Ends the process group of the layout, if it has one."""
@@ -399,7 +319,7 @@ class SingleDevice(Layout):
 
 def gradients_of(
     parameters: Iterable[Tensor],
-    replicas: Iterable[Replicas],
+    replicas: Iterable[Any],
     optimizers: Sequence[Optimizer],
 ) -> Iterator[Tensor | None]:
     """Yields the gradients of parameters, of what optimizers update in their place, and those that
@@ -417,17 +337,11 @@ def gradients_of(
                 yield from gradients.values()
 
 
-def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
+def copies_of(replicas: Iterable[Any]) -> Iterator[Tensor]:
     """Yields the copies of the parameters on other devices."""
     for each in replicas:
         for tensors in each.copies.by_device.values():
             yield from tensors
-
-
-def buckets_of(request: Request) -> AbstractContextManager[object]:
-    """Gives each gradient a bucket of its own, if the request has ``small_buckets``."""
-    size = 0 if request.small_buckets else buckets.BUCKET_BYTES
-    return patch.object(buckets, "BUCKET_BYTES", size)
 
 
 class ReplicaLayout(SingleDevice):
@@ -436,51 +350,49 @@ class ReplicaLayout(SingleDevice):
     name = "replicas"
     batch_on_host = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
+    def __init__(
+        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
+    ) -> None:
+        dim, dim_of_targets = request.batch.dims
         # Gradients on devices with streams live until another stream has read them.
-        sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
-        self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
-        self.parallel_criterion = TracedCriterion(criterion, self.replicas[1], request)
-        with buckets_of(request):
-            super().__init__(request, TracedModel(module, self.replicas[0], request), criterion)
+        make_side = TracedSides if request.kind.like_cuda else lambda: None
+        self.replicas = [traced_replicas(make_side(), request.bucket_bytes) for _ in range(2)]
+        of_model, of_criterion = self.replicas
+        model = TracedModel(
+            module, fake_devices(request.devices), request.split, of_model, dim, request.precision
+        )
+        self.parallel_criterion = TracedCriterion(
+            wrap(criterion), of_criterion, dim_of_targets, request.precision
+        )
+        super().__init__(request, model, criterion)
 
     @classmethod
     def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
         """Yields the pieces of the parameters by bucket and owner."""
         if request.devices > 1:
             owners = fake_devices(request.devices if request.balanced else 1)
-            with buckets_of(request):
-                all_buckets = buckets.make_buckets(trained(request.module.parameters()))
-            for bucket in all_buckets:
-                parts: list[dict[torch.device, Tensor]] = [
-                    dict.fromkeys(owners, parameter) for parameter in bucket.parameters
-                ]
-                for piece in BucketOwners(bucket.parameters, parts).pieces:
-                    yield (piece.index == 0, piece.owner, piece.values.numel()), piece.parameter()
+            parameters = trained(request.module.parameters())
+            yield from pieces_of(parameters, owners, request.bucket_bytes)
 
     def coupled_criterion(self) -> DataParallelCriterion:
         """Returns the criterion on fake devices."""
         return self.parallel_criterion
 
-    def outputs(self, arguments: Arguments) -> Any:
+    def outputs(self, part: Shard) -> Any:
         """Runs the forward of one micro-batch."""
-        return self.module(*arguments.inputs, **arguments.kwargs)
+        return self.module(*part.inputs.inputs, **part.inputs.kwargs)
 
-    def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
+    def loss(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch."""
-        total: Tensor = self.parallel_criterion(self.outputs(arguments), *targets)
-        return total
+        return self.parallel_criterion(self.outputs(part), *part.targets.inputs)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Leaves gradients with the replicas."""
         return window(self.module, self.parallel_criterion, deferred=True)
 
-    @contextlib.contextmanager
-    def window(self) -> Iterator[None]:
+    def window(self) -> AbstractContextManager[None]:
         """Refreshes the copies of the parameters once."""
-        window_of_step = window(self.module, self.parallel_criterion, in_step=True)
-        with buckets_of(self.request), window_of_step:
-            yield
+        return window(self.module, self.parallel_criterion, in_step=True)
 
 
 class DDP(SingleDevice):
@@ -495,7 +407,9 @@ class DDP(SingleDevice):
     name = "ddp"
     is_distributed = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
+    def __init__(
+        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
+    ) -> None:
         super().__init__(request, module, criterion)
         self._views: dict[Tensor, Tensor] = {}
         is_reduced = request.devices > 1 and request.mode == "train"
@@ -547,7 +461,9 @@ class FSDP(SingleDevice):
     is_distributed = True
     is_sharded = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
+    def __init__(
+        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
+    ) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 

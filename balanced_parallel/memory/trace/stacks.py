@@ -27,9 +27,9 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor, nn
 
-from ...runtime.torch_private import children_of, parameters_of
 from ..problem import Request
 from .allocations import Block, Trace
+from .private import children_of
 
 FEWEST = 3  # Blocks in the shorter of two traces: one of them is neither the first nor the last.
 SHORTEST = 8  # A shorter stack is traced as it is, which takes as long as seven blocks.
@@ -88,10 +88,11 @@ def find_stack(module: nn.Module) -> Stack | None:
 
 def _owners(module: nn.Module) -> collections.Counter[int]:
     """Counts the modules that own each parameter, by id."""
-    parameters = (
-        parameter for part in module.modules() for parameter in parameters_of(part).values()
+    return collections.Counter(
+        id(parameter)
+        for part in module.modules()
+        for _, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
     )
-    return collections.Counter(id(parameter) for parameter in parameters if parameter is not None)
 
 
 def _count_equal(blocks: Sequence[nn.Module], owners: Mapping[int, int]) -> int:

@@ -32,16 +32,15 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 )
 from torch.optim import Optimizer
 
-from ...batch.containers import leaves
-from ...batch.rows import Arguments, Batch, move_leaves
-from ...runtime.torch_private import leaves_of_tree
-from ...savings.saving import Saving, around_update, change_module, change_optimizers
+from ...savings.saving import Savings
+from ...strategies.tracing import Shard, TracedBatch
 from ..operators import HINT, KERNELS, UnknownMemory, autograd_kernels, cuda_choices
-from ..problem import Layout, Request, TracedBatch
+from ..problem import Layout, Request
 from . import fakes
 from .allocations import Count, Trace
-from .doubles import one_chunk, traced_savings
+from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
+from .private import leaves_of_tree
 from .stacks import (
     NotRepeating,
     entries_of,
@@ -49,6 +48,7 @@ from .stacks import (
     find_repeated,
     replace_entries,
 )
+from .values import is_small
 
 # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 TRACED = 3
@@ -289,15 +289,15 @@ def _trace_whole(
         )
     request = dataclasses.replace(request, optimizer=optimizer)
     host = host_of(request.devices)
-    savings = traced_savings(request.savings, host if request.kind.like_cuda else None)
+    savings = Savings(request.savings)
     with fakes.undisturbed():
-        change_module(module, savings)
+        savings.change_module(module)
         count = Count(
             fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar
         )
         place = host if request.layout.batch_on_host else HOME
-        whole = request.with_rows(rows * request.micro_batches)
-        batch = fakes.fake_batch((whole.inputs, whole.targets), mode, place, count)
+        whole = request.batch.resized(rows * request.micro_batches, is_small)
+        batch = fakes.fake_batch(whole, mode, place, count)
         with (
             fakes.devices_that_mix(),
             fakes.rows_of_one_sequence(),
@@ -306,6 +306,7 @@ def _trace_whole(
             ),
             autograd_kernels(KERNELS),
             cuda_choices(request.kind.is_gpu) if request.kind.like_cuda else nullcontext(),
+            traced_host(host) if request.kind.like_cuda else nullcontext(),
             mode,
             _unknown_memory(count),
         ):
@@ -327,20 +328,14 @@ def _run(
     criterion: Any,
     batch: TracedBatch,
     rows: int,
-    savings: list[Saving],
+    savings: Savings,
 ) -> None:
-    arguments, targets = batch
-    count.see_all((leaf for _, leaf in leaves(move_leaves(batch, None))), "inputs")
     modules = nn.ModuleList(part for part in (module, criterion) if isinstance(part, nn.Module))
     is_sharded = request.layout.is_sharded
     if not is_sharded:
         count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
-    whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
-    pieces = [
-        (shard.inputs, shard.targets.inputs)
-        for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)
-    ]
-    micro_batches = pieces[:TRACED]
+    plan = batch.plan([HOME], None, rows, int)
+    micro_batches = [shard for (shard,) in itertools.islice(plan, TRACED)]
     with (
         count,
         fakes.counting_resizes(count),
@@ -350,7 +345,7 @@ def _run(
         # Whole parameters are released before the first update.
         with count.paused() if is_sharded else nullcontext():
             layout = request.layout(request, module, criterion)
-        change_optimizers(layout.optimizers, savings)
+        savings.change_optimizers(layout.optimizers)
         count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
         try:
             # The first update makes the state of the optimizer.
@@ -363,7 +358,7 @@ def _run(
                 if request.mode == "evaluate":
                     _evaluate(layout, count, modules, update)
                     continue
-                with around_update(savings), layout.window():
+                with savings.around_update(), layout.window():
                     _update(layout, count, update)
                 if request.kind.like_cuda:
                     _move_counts(layout.inner_optimizers(), count, host_of(request.devices))
@@ -375,16 +370,16 @@ def _evaluate(
     layout: Layout,
     count: Count,
     modules: nn.Module,
-    micro_batches: list[TracedBatch],
+    micro_batches: list[Shard],
 ) -> None:
     modules.eval()
     with torch.no_grad():
         for micro_batch in micro_batches:
-            layout.evaluate(*micro_batch)
+            layout.evaluate(micro_batch)
             count.see_all(layout.copies(), "parameters")
 
 
-def _update(layout: Layout, count: Count, micro_batches: list[TracedBatch]) -> None:
+def _update(layout: Layout, count: Count, micro_batches: list[Shard]) -> None:
     count.see_all(layout.buckets, "communication buckets")
     layout.zero_grad()
     losses = layout.losses(micro_batches)

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...runtime.torch_private import leaves_of_tree, map_tensors, storage_id
 from ..operators import READS
+from .private import leaves_of_tree, map_tensors, storage_id
 
 KNOWN = 1024  # elements of an input; results have at most its square
 
