@@ -244,23 +244,18 @@ def tricks(flags: argparse.Namespace) -> int:
 
     Returns the exit code.
     """
-    problem, rows, settings = _build(flags)
+    problem, count, settings = _build(flags)
     report = memory.estimate(
-        **vars(problem.with_rows(rows)), layout=layout_of(flags.devices), **settings
+        **vars(problem.with_rows(count)), layout=layout_of(flags.devices), **settings
     )
     request = report.batches.request
     peak = max(report.allocated)
     saved = saved_bytes(request, request.rows, peak, PLANNED)
+    rows = [(planned.saving.name, size, planned.saving.cost) for planned, size in saved.items()]
     if flags.json:
-        items = [
-            {"name": planned.saving.name, "saves": size, "cost": planned.saving.cost}
-            for planned, size in saved.items()
-        ]
+        items = [dict(zip(("name", "saves", "cost"), row, strict=True)) for row in rows]
         return _show(flags, json.dumps({"peak": peak, "tricks": items}, indent=2), report)
-    lines = [
-        [planned.saving.name, format_bytes(size), f"{size / peak:.0%}", planned.saving.cost]
-        for planned, size in saved.items()
-    ]
+    lines = [[name, format_bytes(size), f"{size / peak:.0%}", cost] for name, size, cost in rows]
     table = tabulate(
         lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True
     )

@@ -175,6 +175,8 @@ class Option:
         self.batch_size = batch_size
         self.capacity = capacity
         self.is_distributed = request.layout.is_distributed
+        self.step = request.row_step
+        self.context = request.kind.context
         self.share = -(-batch_size // len(capacity))  # rows of a device per update
         self.rows = self.share if self.is_distributed else batch_size  # The batch of a process.
         self.request = replace(request, micro_batches=1, update_rows=self.rows)
@@ -201,9 +203,7 @@ class Option:
         if several not in self.traced:
             request = replace(self.request, micro_batches=several)
             traces = []
-            for trace in try_traces(
-                [(request, count * BASE * request.row_step) for count in (1, 2)]
-            ):
+            for trace in try_traces([(request, count * BASE * self.step) for count in (1, 2)]):
                 if isinstance(trace, str):
                     raise ValueError(trace)
                 traces.append(trace)
@@ -234,29 +234,24 @@ class Option:
         if they fit.
         """
         lines = self.lines(micro_batches)
-        step = self.request.row_step
-        context = self.request.kind.context
-        return [
-            (
-                lines.reserved(device, rows[device] * step, self.limits[device] if fits else None)
-                or 0
-            )
-            + context
-            for device in self.request.traced_devices
-        ]
+
+        def of_device(device: int) -> int:
+            limit = self.limits[device] if fits else None
+            return self.context + (lines.reserved(device, rows[device] * self.step, limit) or 0)
+
+        return [of_device(device) for device in self.request.traced_devices]
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
         """Returns the rows that fit on each device in one forward, at most ``share``."""
         lines = self.lines(micro_batches)
-        step = self.request.row_step
-        context = self.request.kind.context
+        step = self.step
 
         @functools.cache
         def most(device: int) -> int:
             limit = self.limits[device]
             # The first search takes no replay.
             bound = most_that_fit(
-                lambda rows: lines.at_least(device, rows * step) + context <= limit, share
+                lambda rows: lines.at_least(device, rows * step) + self.context <= limit, share
             )
             return most_that_fit(
                 lambda rows: lines.reserved(device, rows * step, limit) is not None, bound
@@ -271,7 +266,7 @@ class Option:
         gradients = sum(parameter.nbytes for parameter in self.learned)
         gradients = 2 * gradients // (self.request.devices if self.request.layout.is_sharded else 1)
         lines = self.lines(2)
-        rows = self.share * self.request.row_step
+        rows = self.share * self.step
         peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
@@ -294,7 +289,7 @@ class Option:
         if not all(most):
             return MicroBatches(0, None, [1] * len(most))
         split = tuple(map(float, most)) if unequal else None
-        shares = split or self.request.row_step
+        shares = split or self.step
         count = count_micro_batches(
             self.rows, max(most) if split else min(*most, self.share), shares
         )
@@ -308,20 +303,19 @@ class Option:
         """
         self._trace_few_blocks()
         request = self.request
-        step = self.request.row_step
         count, split, rows = self._cut()
         several = count or 2
         lines = self.lines(several)
         reserved = self.reserved(several, rows, fits=count > 0)
         allocated = [
-            lines.allocated(device, rows[device] * step) for device in request.traced_devices
+            lines.allocated(device, rows[device] * self.step) for device in request.traced_devices
         ]
         performed = self.flops(several)
         operations = plain.flops(1)
         whole = self.whole_gradients(count, max(reserved))
         traffic = self.traffic(count, whole)
         if request.savings:  # offloaded activations go to the host and come back
-            traffic += 2 * count * lines.bytes_on_host(max(rows) * step)
+            traffic += 2 * count * lines.bytes_on_host(max(rows) * self.step)
         results = {each.saving.result: each.saving.option for each in self.savings}
         return Choice(
             name=f"{self.name}, gradients reduced once" if whole else self.name,

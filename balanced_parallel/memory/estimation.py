@@ -125,10 +125,8 @@ def estimate(
     return make_report(request, request.rows_per_micro_batch)
 
 
-_CALLS = {
-    "criterion": "a module or a function: the arguments are (module, criterion, inputs, targets)",
-    "optimizer": "a class, or a function of the parameters: torch.optim.AdamW, or functools.partial(torch.optim.AdamW, lr=...)",
-}
+_CRITERION = "a module or a function: the arguments are (module, criterion, inputs, targets)"
+_OPTIMIZER = "a class, or a function of the parameters: torch.optim.AdamW, or functools.partial(torch.optim.AdamW, lr=...)"
 
 
 def make_request(
@@ -154,8 +152,8 @@ def make_request(
     """
     check_module(problem.module)
     _refuse_quantized(problem.module)
-    check_type("criterion", problem.criterion, Callable, _CALLS["criterion"])
-    check_type("optimizer", optimizer, Callable, _CALLS["optimizer"])
+    check_type("criterion", problem.criterion, Callable, _CRITERION)
+    check_type("optimizer", optimizer, Callable, _OPTIMIZER)
     kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
     Precision(precision)
     for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep
+from .. import BalancedOptimizer, DataParallelModel, TrainStep
 from ..batch.plan import count_micro_batches, split_sizes
 from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
@@ -250,11 +250,7 @@ def _tensors_of(step: TrainStep) -> list[Tensor]:
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
     for group in groups_of(inner_optimizers(optimizers)):
         tensors += group["params"]
-    replicas = [
-        part.replicas
-        for part in parts
-        if isinstance(part, (DataParallelModel, DataParallelCriterion))
-    ]
+    replicas = [part.replicas for part in parts if hasattr(part, "replicas")]
     others = (
         *copies_of(replicas),
         *gradients_of(tensors, replicas, optimizers),

@@ -414,7 +414,7 @@ def _remarks(option: Option) -> tuple[str, ...]:
     """Returns the savings that no trace has, with their bytes where they are known, and their
     costs.
     """
-    parts = parts_at_peak(next(iter(option.traced.values())), 0, option.request.row_step)
+    parts = parts_at_peak(next(iter(option.traced.values())), 0, option.step)
     texts = []
     for planned in savings_of("by hand", "optimizer"):
         size = int(planned.of_state * parts["optimizer state"])
@@ -430,16 +430,15 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
     Unequal shares, and less than two rows per device, are traced again.
     """
     count = choice.micro_batches
-    step = option.request.row_step
     rows = -(-option.rows // count)
     request = dataclasses.replace(option.request, micro_batches=count, split=choice.split)
-    if choice.split or rows < 2 * step:
+    if choice.split or rows < 2 * option.step:
         return make_report(request, rows)
     lines = option.lines(count)
     sizes = (
         None
         if option.is_distributed
-        else [size * step for size in split_sizes(rows, request.devices)]
+        else [size * option.step for size in split_sizes(rows, request.devices)]
     )
     return make_report(request, rows, lines, sizes)
 

@@ -130,6 +130,7 @@ class Layout(Protocol):
 
     def close(self) -> None:
         """Ends the process group of the layout, if it has one."""
+        return
 
 
 class OptimizerMaker(Protocol):

@@ -61,8 +61,7 @@ class OptimizerChoice:
     @property
     def plain_make(self) -> Any:
         """The class or the function, without the settings of a ``functools.partial``."""
-        # a partial of a partial is flat
-        return self.make.func if isinstance(self.make, partial) else self.make
+        return partial(self.make).func  # A partial of a partial is flat.
 
     @property
     def name(self) -> str:
@@ -72,7 +71,7 @@ class OptimizerChoice:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of a ``functools.partial``."""
-        return self.make.keywords if isinstance(self.make, partial) else {}
+        return partial(self.make).keywords
 
     @property
     def needs_whole_parameters(self) -> bool:
@@ -300,9 +299,6 @@ class SingleDevice(Layout):
             plain = move_leaves(part.inputs, None)
             output = self.module(*plain.inputs, **plain.kwargs)
         return PerReplica([output], [len(part.rows or ())], self.request.batch.dims[0])
-
-    def close(self) -> None:
-        """Ends the process group of the layout, if it has one."""
 
     def inner_optimizers(self) -> list[Optimizer]:
         """Returns the optimizers of torch."""
