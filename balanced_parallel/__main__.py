@@ -172,12 +172,7 @@ def _problem_and_step() -> OneLineParser:
     )
     rows = "rows per update, over all devices and ranks (default: those of the inputs)"
     add("--batch-size", help=rows, **NUMBER)
-    add(
-        "--devices",
-        default=1,
-        **NUMBER,
-        help="how many, or how many ranks (default: 1)",
-    )
+    add("--devices", default=1, **NUMBER, help="how many, or how many ranks (default: 1)")
     add(
         "--optimizer",
         type=optimizer,

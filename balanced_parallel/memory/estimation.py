@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import Precision
 from ..batch.plan import count_micro_batches
@@ -20,13 +20,12 @@ from ..strategies.tracing import TracedBatch, check_module
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
 from .operators import CONVOLUTIONS, RECURRENT_LAYERS, UnknownMemory
-from .problem import Problem, Request
+from .problem import LossFunction, Problem, Request
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
 from .trace.layouts import LAYOUTS, OptimizerChoice, wrap
 from .trace.tracer import run_traces
 
-LossFunction = Callable[..., Tensor]  # a module or a function
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 T = TypeVar("T")
 MODES = "train", "evaluate"
@@ -122,7 +121,7 @@ def estimate(
         expandable_segments=expandable_segments,
         mode=mode,
     )
-    return make_report(request, request.rows_per_micro_batch)
+    return make_report(request, -(-request.rows // request.micro_batches))
 
 
 _CRITERION = "a module or a function: the arguments are (module, criterion, inputs, targets)"
@@ -160,14 +159,16 @@ def make_request(
         check_number(name, number, "a positive number", at_least=1, whole=True)
     _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients)
     shares = split or LAYOUTS[layout].devices_per_process(devices)
-    criterion, couples_rows = _unwrapped(problem.criterion)
     batch = batch or problem.batch
+    wrapped = wrap(problem.criterion)
+    couples_rows = wrapped.kind.couples_rows
     return Request(
         module=problem.module,
-        criterion=criterion,
+        # Layouts wrap a loss of rows again.
+        criterion=problem.criterion if couples_rows else wrapped.module,
         batch=batch,
         scalar=problem.scalar,
-        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+        optimizer=OptimizerChoice(optimizer),
         precision=precision,
         micro_batches=count_micro_batches(batch.rows or 0, micro_batch_size, shares),
         layout=LAYOUTS[layout],
@@ -183,11 +184,7 @@ def make_request(
 
 
 def _check_layout(
-    layout: str,
-    mode: str,
-    devices: int,
-    balanced_optimizer: bool,
-    whole_gradients: bool,
+    layout: str, mode: str, devices: int, balanced_optimizer: bool, whole_gradients: bool
 ) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
@@ -219,16 +216,6 @@ def _refuse_quantized(module: nn.Module) -> None:
                     "kernels is not known: give the model before its quantization, with the plain weights in bf16, which "
                     "needs more; a 4-bit weight takes a quarter of their bytes, an 8-bit weight half"
                 )
-
-
-def _unwrapped(criterion: LossFunction) -> tuple[LossFunction, bool]:
-    """Returns a criterion as layouts wrap it, and True if its loss couples rows: then it stays
-    wrapped.
-    """
-    wrapped = wrap(criterion)
-    if wrapped.kind.couples_rows:
-        return criterion, True
-    return wrapped.module, False
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
@@ -267,10 +254,7 @@ _COMPILED = "the module is compiled, and this is the estimate of the uncompiled 
 
 
 def make_report(
-    request: Request,
-    rows: int,
-    source: Lines | None = None,
-    asked: Sequence[int] | None = None,
+    request: Request, rows: int, source: Lines | None = None, asked: Sequence[int] | None = None
 ) -> MemoryReport:
     """Makes the report of micro-batches of ``rows`` rows, from the lines of ``source`` or from
     traces.

@@ -29,17 +29,13 @@ from .problem import Problem, Request
 from .report import Capacity, Holder, MemoryReport, OtherBatches, parse_each
 from .savings import ON_HOST, SHARDS, PlannedSaving, savings_of, with_savings
 from .trace.allocations import Trace
-from .trace.layouts import ExistingOptimizers, copies_of, gradients_of, groups_of, inner_optimizers
+from .trace.layouts import ExistingOptimizers, inner_optimizers
 from .trace.private import storage_id
-from .trace.tracer import states_of, try_traces
+from .trace.tracer import copies_of, gradients_of, groups_of, states_of, try_traces
 
 
 def fit(
-    step: TrainStep,
-    inputs: object,
-    targets: object,
-    *,
-    capacity: Capacity | None = None,
+    step: TrainStep, inputs: object, targets: object, *, capacity: Capacity | None = None
 ) -> MemoryReport:
     """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before
     the first step runs.
@@ -95,9 +91,8 @@ def fit(
     step.micro_batch_size = rows
     count = count_micro_batches(request.rows, rows, shares)
     request, rows = dataclasses.replace(request, micro_batches=count), -(-request.rows // count)
-    if lines.first.rows != rows and (request.split or not lines.is_affine):
-        return make_report(request, rows)
-    return make_report(request, rows, lines)
+    shows_rows = lines.first.rows == rows or (lines.is_affine and not request.split)
+    return make_report(request, rows, lines if shows_rows else None)
 
 
 def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
@@ -219,7 +214,7 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
     return dataclasses.replace(
         request,
         criterion=criterion if is_local else request.criterion,
-        optimizer=ExistingOptimizers(optimizers, foreach=request.kind.like_cuda),
+        optimizer=ExistingOptimizers(optimizers),
         savings=(ON_HOST.saving.name,) * all(map(is_offloaded, optimizers)),
     )
 
@@ -234,36 +229,30 @@ def bytes_in_use(step: TrainStep, unit: int) -> Counter[torch.device]:
 
     They are parameters, copies, buffers, gradients and optimizer state.
     """
-    storages = {
-        (tensor.device, storage_id(storage := tensor.untyped_storage())): storage
-        for tensor in _tensors_of(step)
-    }
+    storages = [tensor.untyped_storage() for tensor in _tensors_of(step)]
     total = Counter[torch.device]()
-    for (device, _), storage in storages.items():
-        total[device] += -(-storage.nbytes() // unit) * unit
+    for storage in {storage_id(each): each for each in storages}.values():
+        total[storage.device] += -(-storage.nbytes() // unit) * unit
     return total
 
 
 def _tensors_of(step: TrainStep) -> list[Tensor]:
     parts: list[Any] = [step.model, step.criterion]
-    optimizers = _optimizers(step)
+    optimizers = inner_optimizers(_optimizers(step))
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
-    for group in groups_of(inner_optimizers(optimizers)):
+    for group in groups_of(optimizers):
         tensors += group["params"]
     replicas = [part.replicas for part in parts if hasattr(part, "replicas")]
     others = (
         *copies_of(replicas),
         *gradients_of(tensors, replicas, optimizers),
-        *states_of(inner_optimizers(optimizers)),
+        *states_of(optimizers),
     )
     return tensors + [other for other in others if isinstance(other, Tensor)]
 
 
 def saved_bytes(
-    request: Request,
-    rows: int,
-    peak: int,
-    savings: Iterable[PlannedSaving],
+    request: Request, rows: int, peak: int, savings: Iterable[PlannedSaving]
 ) -> dict[PlannedSaving, int]:
     """Traces ``rows`` rows with each of ``savings`` that suits the request.
 

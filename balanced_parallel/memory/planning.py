@@ -30,8 +30,8 @@ from ..runtime.values import check_number, format_bytes
 from ..savings.saving import Savings
 from ..strategies.parallelize import detect_ranks
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
-from .estimation import LossFunction, MakeOptimizer, make_report, make_request, parts_at_peak
-from .problem import Problem
+from .estimation import MakeOptimizer, make_report, make_request, parts_at_peak
+from .problem import LossFunction, Problem
 from .report import Capacity, MemoryReport, json_of, parse_each, sizes_as_text, write_page
 from .savings import PLANNED, savings_of
 from .trace.layouts import OptimizerChoice, wrap
@@ -444,10 +444,7 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
 
 
 def write_program(
-    plan: MemoryPlan,
-    module: nn.Module,
-    criterion: LossFunction,
-    make: MakeOptimizer,
+    plan: MemoryPlan, module: nn.Module, criterion: LossFunction, make: MakeOptimizer
 ) -> tuple[str, ...]:
     """Returns the lines that apply a plan to its problem, as :meth:`MemoryPlan.apply` does."""
     chosen = plan.chosen
@@ -493,13 +490,10 @@ def _launch(plan: MemoryPlan) -> list[str]:
 
 
 def _optimizer(
-    chosen: Choice,
-    criterion: object,
-    make: MakeOptimizer,
-    settings: Sequence[str],
+    chosen: Choice, criterion: object, make: MakeOptimizer, settings: Sequence[str]
 ) -> str:
     """Returns the call that makes the optimizer. ``settings`` are those that save memory."""
-    maker = OptimizerChoice(make, foreach=False)
+    maker = OptimizerChoice(make)
     is_of_torch = getattr(torch.optim, maker.name, None) is maker.plain_make
     name = f"torch.optim.{maker.name}" if is_of_torch else maker.name
     learned = "model.parameters()"

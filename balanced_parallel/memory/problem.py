@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,13 +20,15 @@ from ..strategies.tracing import Shard, TracedBatch
 from .devices import DeviceKind
 from .trace.values import is_small
 
+LossFunction = Callable[..., Tensor]  # a module or a function
+
 
 @dataclass(frozen=True)
 class Problem:
     """Arguments of :func:`estimate` and :func:`plan` that say what is computed."""
 
     module: nn.Module
-    criterion: Callable[..., Tensor]
+    criterion: LossFunction
     inputs: object
     targets: object
     dim: int = 0
@@ -61,11 +63,12 @@ class Layout(Protocol):
     batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
     is_sharded: ClassVar[bool] = False  # the parameters are DTensors
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
+    parameters: list[nn.Parameter]
+    replicas: Sequence[Any] = ()  # Those of the model, and those of the criterion.
     optimizers: list[Optimizer]
+    inner_optimizers: list[Optimizer]  # Those of torch, also inside of balanced ones.
 
-    def __init__(
-        self, request: "Request", module: nn.Module, criterion: Callable[..., Tensor]
-    ) -> None: ...
+    def __init__(self, request: "Request", module: nn.Module, criterion: LossFunction) -> None: ...
 
     @classmethod
     def devices_per_process(cls, devices: int) -> int:
@@ -90,11 +93,10 @@ class Layout(Protocol):
             devices: the number of devices of all hosts.
             reductions: how often gradients are reduced.
         """
-        ...
-
-    def inner_optimizers(self) -> list[Optimizer]:
-        """Returns the optimizers of torch, those inside of balanced ones."""
-        ...
+        moved = 2 * (devices - 1) * parameters
+        # a reduce-scatter and an all-gather, or from and to the first device
+        is_ring = request.balanced or cls.is_distributed
+        return 2 * moved // devices if is_ring else moved
 
     def evaluate(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
@@ -120,14 +122,6 @@ class Layout(Protocol):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def copies(self) -> Iterator[Tensor]:
-        """Yields the copies of the parameters on other devices."""
-        ...
-
-    def gradients(self) -> Iterator[Tensor | None]:
-        """Yields every gradient that exists, those that the replicas hold too."""
-        ...
-
     def close(self) -> None:
         """Ends the process group of the layout, if it has one."""
         return
@@ -136,7 +130,7 @@ class Layout(Protocol):
 class OptimizerMaker(Protocol):
     """The optimizers of an update, which a trace makes once there are parameters."""
 
-    has_state: ClassVar[bool]
+    has_state: ClassVar[bool] = False
 
     def make_all(
         self, parameters: Iterable[Tensor], model: nn.Module | None = None
@@ -150,7 +144,7 @@ class Request:
     """One update of a problem to trace."""
 
     module: nn.Module
-    criterion: Callable[..., Tensor]
+    criterion: LossFunction
     batch: TracedBatch
     scalar: float | None
     optimizer: OptimizerMaker
@@ -173,11 +167,6 @@ class Request:
     def rows(self) -> int:
         """The number of rows of the batch."""
         return self.batch.rows or 0
-
-    @property
-    def rows_per_micro_batch(self) -> int:
-        """Rows of the largest micro-batch over all devices of a process."""
-        return -(-self.rows // self.micro_batches)
 
     @property
     def rows_of_update(self) -> int:

@@ -144,11 +144,11 @@ def _smaller(make: type[optim.Optimizer]) -> PlannedSaving:
 
     def suits(request: Request) -> bool:
         choice = request.optimizer
-        least = OptimizerChoice(make, foreach=False).state_bytes(matrix)
+        least = OptimizerChoice(make).state_bytes(matrix)
         return isinstance(choice, OptimizerChoice) and choice.state_bytes(matrix) > least
 
     def change(request: Request) -> Request:
-        return replace(request, optimizer=OptimizerChoice(make, request.kind.like_cuda))
+        return replace(request, optimizer=OptimizerChoice(make))
 
     return PlannedSaving(_other_optimizer(make.__name__), "optimizer", suits, change)
 

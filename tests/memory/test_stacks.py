@@ -56,12 +56,12 @@ def request_for(module, rows=6, criterion=MEAN, **settings):
 
 
 def repeated_trace(request):
-    return tracer._trace_repeated(request, request.rows_per_micro_batch)
+    return tracer._trace_repeated(request, -(-request.rows // request.micro_batches))
 
 
 def trace_both(request):
     """Returns the trace from few blocks, and that of all blocks, as tuples of what an estimate reads."""
-    rows = request.rows_per_micro_batch
+    rows = -(-request.rows // request.micro_batches)
     traces = (
         tracer._trace_repeated(request, rows),
         tracer._trace_whole(request, rows),

@@ -80,7 +80,7 @@ def test_few_blocks_with_adapters_make_the_trace_of_all(name, layout):
     request = make_request(
         problem_of(adapted(name)), device_kind="h200", precision="bf16", **LAYOUTS[layout]
     )
-    rows = request.rows_per_micro_batch
+    rows = -(-request.rows // request.micro_batches)
     traces = (
         tracer._trace_repeated(request, rows),
         tracer._trace_whole(request, rows),

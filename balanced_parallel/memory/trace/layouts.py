@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,21 +42,17 @@ from ...strategies.tracing import (
     window,
 )
 from ..operators import UnknownMemory
-from ..problem import Layout, Request
+from ..problem import Layout, LossFunction, OptimizerMaker, Request
 from .allocations import TracedSides
 from .fakes import HOME, fake_devices
+from .tracer import groups_of
 
 
 @dataclass(frozen=True)
-class OptimizerChoice:
-    """The optimizer of an update, to be made.
+class OptimizerChoice(OptimizerMaker):
+    """The optimizer of an update, to be made."""
 
-    ``foreach`` selects the multi-tensor kernels, torch's default on a GPU.
-    """
-
-    has_state: ClassVar[bool] = False
     make: Callable[..., Optimizer]
-    foreach: bool
 
     @property
     def plain_make(self) -> Any:
@@ -90,14 +86,12 @@ class OptimizerChoice:
         if model is None:
             optimizer = self.make(parameters)
             refuse_closures(type(optimizer), "an estimate")
-        elif isinstance(self.plain_make, type):
-            optimizer = BalancedOptimizer(model, self.plain_make, parameters, **self.settings)
-        else:
-            raise TypeError(
-                f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer"
-            )
-        use_kernels([optimizer], self.foreach)
-        return [optimizer]
+            return [optimizer]
+        if isinstance(self.plain_make, type):
+            return [BalancedOptimizer(model, self.plain_make, parameters, **self.settings)]
+        raise TypeError(
+            f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer"
+        )
 
     def state_bytes(self, parameters: Sequence[Tensor]) -> int:
         """Returns about the bytes of state for ``parameters``, from an update of a small one; 0 if
@@ -125,35 +119,25 @@ def inner_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     ]
 
 
-def groups_of(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:
-    """Yields the groups of parameters of all optimizers."""
-    return (group for optimizer in optimizers for group in optimizer.param_groups)
-
-
-def use_kernels(optimizers: Iterable[Optimizer], foreach: bool) -> None:
-    """Selects the kernels that torch would choose: with ``foreach``, as on a GPU, where Adafactor
-    alone loops over tensors.
+def use_kernels_of_gpus(optimizers: Iterable[Optimizer]) -> None:
+    """Selects the multi-tensor kernels, as torch does on a GPU, where Adafactor alone loops over
+    tensors.
     """
-    others = [
-        optimizer
-        for optimizer in optimizers
-        if foreach and not isinstance(optimizer, torch.optim.Adafactor)
-    ]
+    others = [each for each in optimizers if not isinstance(each, torch.optim.Adafactor)]
     for group in groups_of(others):
         if group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
 
 
-class ExistingOptimizers:
+class ExistingOptimizers(OptimizerMaker):
     """The optimizers of a step with their state, of which a trace has fake copies.
 
     Balanced ones are made anew there.
     """
 
-    has_state: ClassVar[bool] = True
+    has_state = True
 
-    def __init__(self, optimizers: Sequence[Optimizer], foreach: bool) -> None:
-        self.foreach = foreach
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.others = [
             optimizer for optimizer in optimizers if not isinstance(optimizer, BalancedOptimizer)
         ]
@@ -185,15 +169,13 @@ class ExistingOptimizers:
                 for group in groups
             ]
             others.append(kind([group for group in owned if group["params"]], **rest))
-        inner = inner_optimizers(others)
-        for group in groups_of(inner):
+        for group in groups_of(inner_optimizers(others)):
             if "capturable" in group:
                 group["capturable"] = False  # Torch refuses it for the CPUs of a trace.
-        use_kernels(inner, self.foreach)
         return others
 
 
-def wrap(criterion: Callable[..., Tensor]) -> DataParallelCriterion:
+def wrap(criterion: LossFunction) -> DataParallelCriterion:
     """Returns a criterion that tells the kind of its loss."""
     if isinstance(criterion, DataParallelCriterion):
         return criterion
@@ -210,11 +192,8 @@ class SingleDevice(Layout):
     """
 
     name = "single"
-    replicas: Sequence[Any] = ()  # Those of the model, and those of the criterion.
 
-    def __init__(
-        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
-    ) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
         self.request = request
         self.module = module
         self.criterion = criterion
@@ -222,17 +201,10 @@ class SingleDevice(Layout):
         self.parameters = list(nn.ModuleList(parts).parameters())
         self.buckets = []
         self.optimizers = [] if request.mode == "evaluate" else self.make_optimizers()
-
-    @classmethod
-    def traffic(
-        cls, request: Request, parameters: int, devices: int, micro_batches: int, reductions: int
-    ) -> int:
-        """Returns the bytes of a reduce-scatter and an all-gather, or those that the first device
-        sends to the others and receives from them.
-        """
-        moved = 2 * (devices - 1) * parameters
-        is_ring = request.balanced or cls.is_distributed
-        return 2 * moved // devices if is_ring else moved
+        self.inner_optimizers = inner_optimizers(self.optimizers)
+        if request.kind.like_cuda:
+            use_kernels_of_gpus(self.inner_optimizers)
+        self.autocast = partial(Precision(request.precision).autocast, [HOME])
 
     def make_optimizers(self) -> list[Optimizer]:
         """Makes the optimizers of the request."""
@@ -242,14 +214,16 @@ class SingleDevice(Layout):
 
     def loss(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch."""
-        with Precision(self.request.precision).autocast([HOME]):
+        with self.autocast():
             (output,) = self.outputs(part)
             return plain_loss(self.criterion, output, move_leaves(part.targets.inputs, None))
 
     def evaluate(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
-        if not self.request.couples_rows:
-            return self.loss(part)
+        return self.loss_of_replicas(part) if self.request.couples_rows else self.loss(part)
+
+    def loss_of_replicas(self, part: Shard) -> Tensor:
+        """Runs the forward of one micro-batch, and the criterion of this package."""
         criterion = self.coupled_criterion()
         return criterion(self.outputs(part), *part.targets.inputs)
 
@@ -261,7 +235,7 @@ class SingleDevice(Layout):
             raise UnknownMemory(
                 "the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'"
             )
-        with Precision(self.request.precision).autocast([HOME]):
+        with self.autocast():
             criterion = self.coupled_criterion()
             loss = criterion.kind.loss(criterion.copies, HOME, is_split=True)
             if self.request.micro_batches > 1:  # This is the first of two passes.
@@ -295,49 +269,10 @@ class SingleDevice(Layout):
 
     def outputs(self, part: Shard) -> PerReplica:
         """Runs the forward of one micro-batch. Returns an output per replica."""
-        with Precision(self.request.precision).autocast([HOME]):
+        with self.autocast():
             plain = move_leaves(part.inputs, None)
             output = self.module(*plain.inputs, **plain.kwargs)
         return PerReplica([output], [len(part.rows or ())], self.request.batch.dims[0])
-
-    def inner_optimizers(self) -> list[Optimizer]:
-        """Returns the optimizers of torch."""
-        return inner_optimizers(self.optimizers)
-
-    def copies(self) -> Iterator[Tensor]:
-        """Yields the copies of the parameters on other devices."""
-        return copies_of(self.replicas)
-
-    def gradients(self) -> Iterator[Tensor | None]:
-        """Yields every gradient that exists, those that the replicas hold too."""
-        return gradients_of(self.parameters, self.replicas, self.optimizers)
-
-
-def gradients_of(
-    parameters: Iterable[Tensor],
-    replicas: Iterable[Any],
-    optimizers: Sequence[Optimizer],
-) -> Iterator[Tensor | None]:
-    """Yields the gradients of parameters, of what optimizers update in their place, and those that
-    replicas hold.
-    """
-    updated = [
-        parameter
-        for group in groups_of(inner_optimizers(optimizers))
-        for parameter in group["params"]
-    ]
-    yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
-    for each in replicas:
-        for bucket in each.gradients.buckets:
-            for gradients in bucket.held.values():
-                yield from gradients.values()
-
-
-def copies_of(replicas: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the copies of the parameters on other devices."""
-    for each in replicas:
-        for tensors in each.copies.by_device.values():
-            yield from tensors
 
 
 class ReplicaLayout(SingleDevice):
@@ -345,10 +280,9 @@ class ReplicaLayout(SingleDevice):
 
     name = "replicas"
     batch_on_host = True
+    loss = SingleDevice.loss_of_replicas
 
-    def __init__(
-        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
-    ) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
         dim, dim_of_targets = request.batch.dims
         # Gradients on devices with streams live until another stream has read them.
         make_side = TracedSides if request.kind.like_cuda else lambda: None
@@ -378,10 +312,6 @@ class ReplicaLayout(SingleDevice):
         """Runs the forward of one micro-batch."""
         return self.module(*part.inputs.inputs, **part.inputs.kwargs)
 
-    def loss(self, part: Shard) -> Tensor:
-        """Runs the forward of one micro-batch."""
-        return self.parallel_criterion(self.outputs(part), *part.targets.inputs)
-
     def accumulating(self) -> AbstractContextManager[None]:
         """Leaves gradients with the replicas."""
         return window(self.module, self.parallel_criterion, deferred=True)
@@ -403,9 +333,7 @@ class DDP(SingleDevice):
     name = "ddp"
     is_distributed = True
 
-    def __init__(
-        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
-    ) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
         super().__init__(request, module, criterion)
         self._views: dict[Tensor, Tensor] = {}
         is_reduced = request.devices > 1 and request.mode == "train"
@@ -457,9 +385,7 @@ class FSDP(SingleDevice):
     is_distributed = True
     is_sharded = True
 
-    def __init__(
-        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
-    ) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -17,10 +17,10 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 # Returns all values of nested lists, tuples and dictionaries that are not containers.
-leaves_of_tree: Callable[[object], list[Any]] = tree_leaves
+leaves_of_tree = tree_leaves
 
 # Returns a tree with each tensor replaced by the result of a function.
-map_tensors: Callable[[Callable[[Tensor], object], Any], Any] = partial(tree_map_only, Tensor)
+map_tensors = partial(tree_map_only, Tensor)
 
 
 def number_of(node: Any) -> int:
@@ -44,8 +44,3 @@ def shared_id(module: nn.Module) -> int:
     have the same table of hooks.
     """
     return id(module._state_dict_hooks)
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the children of a module. Changes to the dictionary change the module."""
-    return module._modules

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from ..problem import Request
 from .allocations import Block, Trace
-from .private import children_of
 
 FEWEST = 3  # Blocks in the shorter of two traces: one of them is neither the first nor the last.
 SHORTEST = 8  # A shorter stack is traced as it is, which takes as long as seven blocks.
@@ -50,7 +49,7 @@ class Stack:
     @contextlib.contextmanager
     def cut(self, count: int) -> Iterator[None]:
         """Leaves only ``count`` of the blocks in the container, until the end of the block."""
-        children = children_of(self.container)
+        children = self.container._modules  # No public function returns a dictionary to change.
         with patch.dict(children):
             for name in list(children)[self.start + count : self.start + self.length]:
                 del children[name]

@@ -41,13 +41,7 @@ from .allocations import Count, Trace
 from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
 from .private import leaves_of_tree
-from .stacks import (
-    NotRepeating,
-    entries_of,
-    extend,
-    find_repeated,
-    replace_entries,
-)
+from .stacks import NotRepeating, entries_of, extend, find_repeated, replace_entries
 from .values import is_small
 
 # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
@@ -195,9 +189,7 @@ def _prepare(requests: Sequence[Request]) -> None:
 
 
 def _run_known(
-    function: Callable[[Request, int], T],
-    description: tuple[int, dict[str, Any]],
-    rows: int,
+    function: Callable[[Request, int], T], description: tuple[int, dict[str, Any]], rows: int
 ) -> T:
     place, changes = description
     try:
@@ -274,9 +266,7 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
 
 
 def _trace_whole(
-    request: Request,
-    rows: int,
-    cut: contextlib.AbstractContextManager[object] = _UNCUT,
+    request: Request, rows: int, cut: contextlib.AbstractContextManager[object] = _UNCUT
 ) -> Trace:
     """Traces the module, or the module with only some blocks of a stack.
 
@@ -361,22 +351,17 @@ def _run(
                 with savings.around_update(), layout.window():
                     _update(layout, count, update)
                 if request.kind.like_cuda:
-                    _move_counts(layout.inner_optimizers(), count, host_of(request.devices))
+                    _move_counts(layout.inner_optimizers, count, host_of(request.devices))
         finally:
             layout.close()
 
 
-def _evaluate(
-    layout: Layout,
-    count: Count,
-    modules: nn.Module,
-    micro_batches: list[Shard],
-) -> None:
+def _evaluate(layout: Layout, count: Count, modules: nn.Module, micro_batches: list[Shard]) -> None:
     modules.eval()
     with torch.no_grad():
         for micro_batch in micro_batches:
             layout.evaluate(micro_batch)
-            count.see_all(layout.copies(), "parameters")
+            count.see_all(copies_of(layout.replicas), "parameters")
 
 
 def _update(layout: Layout, count: Count, micro_batches: list[Shard]) -> None:
@@ -388,16 +373,46 @@ def _update(layout: Layout, count: Count, micro_batches: list[Shard]) -> None:
         with layout.accumulating() if losses else nullcontext():
             loss = compute()
             count.turn("temporaries", "saved activations")
-            count.see_all(layout.copies(), "parameters")
+            count.see_all(copies_of(layout.replicas), "parameters")
             count.mark("backward")
             loss.backward()
-            count.see_all(layout.gradients(), "gradients")
+            count.see_all(_gradients(layout), "gradients")
             del loss, compute
     count.mark("update")
-    _refuse_merges(layout.optimizers, layout.gradients())
+    _refuse_merges(layout.optimizers, _gradients(layout))
     for optimizer in layout.optimizers:
         optimizer.step()
-    count.see_all(states_of(layout.inner_optimizers()), "optimizer state")
+    count.see_all(states_of(layout.inner_optimizers), "optimizer state")
+
+
+def copies_of(replicas: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the copies of the parameters on other devices."""
+    for each in replicas:
+        for tensors in each.copies.by_device.values():
+            yield from tensors
+
+
+def gradients_of(
+    parameters: Iterable[Tensor], replicas: Iterable[Any], optimizers: Iterable[Optimizer]
+) -> Iterator[Tensor | None]:
+    """Yields the gradients of parameters, of what optimizers of torch update in their place, and
+    those that replicas hold.
+    """
+    updated = [parameter for group in groups_of(optimizers) for parameter in group["params"]]
+    yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
+    for each in replicas:
+        for bucket in each.gradients.buckets:
+            for gradients in bucket.held.values():
+                yield from gradients.values()
+
+
+def _gradients(layout: Layout) -> Iterator[Tensor | None]:
+    return gradients_of(layout.parameters, layout.replicas, layout.inner_optimizers)
+
+
+def groups_of(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:
+    """Yields the groups of parameters of all optimizers."""
+    return (group for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> Iterator[object]:
