@@ -81,7 +81,7 @@ class Kind(abc.ABC):
     # over the micro-batches of an update; two if all rows must be seen before the first backward
     passes: ClassVar[int] = 1
     couples_rows: ClassVar[bool] = False  # parts of the rows have no loss of their own
-    knows_divisor: ClassVar[bool] = True  # before the loss runs
+    knows_divisor: ClassVar[bool] = True  # The loss has not to run for it.
     loss: ClassVar[type[CoupledLoss]]  # the loss of one update, for a kind of two passes
     reduction: str = "sum"
     is_mean: bool = False  # the sum of all parts is divided by the sum of their weights

@@ -97,7 +97,7 @@ class Choice:
     @property
     def cost(self) -> tuple[bool, int, int, int]:
         """Orders choices: exact ones first, then by time, micro-batches, and number of savings."""
-        return (self.changes_result, self.work, self.micro_batches, self.name.count(","))
+        return self.changes_result, self.work, self.micro_batches, self.name.count(",")
 
 
 # Operations in the time of a byte of traffic, roughly. Peak over link, as NVIDIA states them, is
@@ -160,7 +160,11 @@ class Option:
     """
 
     def __init__(
-        self, savings: Combination, request: Request, capacity: tuple[int, ...], batch_size: int
+        self,
+        savings: Combination,
+        request: Request,
+        capacity: tuple[int, ...],
+        batch_size: int,
     ) -> None:
         self.savings = savings
         self.batch_size = batch_size
@@ -385,7 +389,11 @@ class Search:
     """
 
     def __init__(
-        self, request: Request, capacity: Sequence[int], batch_size: int, hosts: int
+        self,
+        request: Request,
+        capacity: Sequence[int],
+        batch_size: int,
+        hosts: int,
     ) -> None:
         self.request = request
         self.capacity = tuple(capacity)

@@ -184,7 +184,11 @@ def make_request(
 
 
 def _check_layout(
-    layout: str, mode: str, devices: int, balanced_optimizer: bool, whole_gradients: bool
+    layout: str,
+    mode: str,
+    devices: int,
+    balanced_optimizer: bool,
+    whole_gradients: bool,
 ) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
@@ -254,7 +258,10 @@ _COMPILED = "the module is compiled, and this is the estimate of the uncompiled 
 
 
 def make_report(
-    request: Request, rows: int, source: Lines | None = None, asked: Sequence[int] | None = None
+    request: Request,
+    rows: int,
+    source: Lines | None = None,
+    asked: Sequence[int] | None = None,
 ) -> MemoryReport:
     """Makes the report of micro-batches of ``rows`` rows, from the lines of ``source`` or from
     traces.

@@ -35,7 +35,11 @@ from .trace.tracer import copies_of, gradients_of, groups_of, states_of, try_tra
 
 
 def fit(
-    step: TrainStep, inputs: object, targets: object, *, capacity: Capacity | None = None
+    step: TrainStep,
+    inputs: object,
+    targets: object,
+    *,
+    capacity: Capacity | None = None,
 ) -> MemoryReport:
     """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before
     the first step runs.
@@ -252,7 +256,10 @@ def _tensors_of(step: TrainStep) -> list[Tensor]:
 
 
 def saved_bytes(
-    request: Request, rows: int, peak: int, savings: Iterable[PlannedSaving]
+    request: Request,
+    rows: int,
+    peak: int,
+    savings: Iterable[PlannedSaving],
 ) -> dict[PlannedSaving, int]:
     """Traces ``rows`` rows with each of ``savings`` that suits the request.
 

@@ -112,7 +112,12 @@ class Lines:
         return tuple(self.allocated(device, rows) for device in self.request.traced_devices)
 
     def reserved(
-        self, device: int, rows: int, capacity: int | None = None, *, upper: bool = False
+        self,
+        device: int,
+        rows: int,
+        capacity: int | None = None,
+        *,
+        upper: bool = False,
     ) -> int | None:
         """Returns the bytes that the allocator reserves, or None beyond ``capacity``; with
         ``upper`` at most.
@@ -139,7 +144,11 @@ class Lines:
         )
 
     def _replay(
-        self, device: int, rows: int, capacity: int | None = None, upper: bool = False
+        self,
+        device: int,
+        rows: int,
+        capacity: int | None = None,
+        upper: bool = False,
     ) -> Replay | None:
         key = device, rows, capacity, upper
         if key not in self._replays:

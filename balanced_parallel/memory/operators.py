@@ -88,7 +88,10 @@ def _in_float32(operator: Callable[..., object]) -> Callable[..., object]:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Fused attention: an output, and one float32 per query and head for the backward."""
     *rows, heads, length, _ = query.shape
@@ -175,7 +178,12 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *_: object, **__: object
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *_: object,
+    **__: object,
 ) -> Tensor:
     if query.dim() < 4:
         return _attention(query[None], key[None], value[None], mask)[0]
@@ -272,7 +280,11 @@ def autograd_kernels(
 
 
 def _ctc_of_lists(
-    scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: object
+    scores: Tensor,
+    targets: Tensor,
+    steps: Sequence[int],
+    lengths: Sequence[int],
+    *settings: object,
 ) -> Tensor:
     """Makes tensors of the lengths in Python.
 
@@ -363,7 +375,9 @@ def _ctc(scores: Tensor, targets: Tensor, *settings: object) -> tuple[Tensor, Te
 
 
 def _group_norm_backward(
-    gradient: Tensor, inputs: Tensor, *settings: Any
+    gradient: Tensor,
+    inputs: Tensor,
+    *settings: Any,
 ) -> tuple[Tensor | None, ...]:
     """Returns gradients in the dtype of the input.
 
@@ -376,7 +390,10 @@ def _group_norm_backward(
 
 
 def _grouped_products(
-    left: Tensor, right: Tensor, ends: Tensor | None = None, *_: object
+    left: Tensor,
+    right: Tensor,
+    ends: Tensor | None = None,
+    *_: object,
 ) -> Tensor:
     """Returns the products of groups of rows with a matrix each, as of experts.
 

@@ -444,7 +444,10 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
 
 
 def write_program(
-    plan: MemoryPlan, module: nn.Module, criterion: LossFunction, make: MakeOptimizer
+    plan: MemoryPlan,
+    module: nn.Module,
+    criterion: LossFunction,
+    make: MakeOptimizer,
 ) -> tuple[str, ...]:
     """Returns the lines that apply a plan to its problem, as :meth:`MemoryPlan.apply` does."""
     chosen = plan.chosen
@@ -490,7 +493,10 @@ def _launch(plan: MemoryPlan) -> list[str]:
 
 
 def _optimizer(
-    chosen: Choice, criterion: object, make: MakeOptimizer, settings: Sequence[str]
+    chosen: Choice,
+    criterion: object,
+    make: MakeOptimizer,
+    settings: Sequence[str],
 ) -> str:
     """Returns the call that makes the optimizer. ``settings`` are those that save memory."""
     maker = OptimizerChoice(make)

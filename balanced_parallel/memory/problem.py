@@ -64,9 +64,9 @@ class Layout(Protocol):
     is_sharded: ClassVar[bool] = False  # the parameters are DTensors
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
     parameters: list[nn.Parameter]
-    replicas: Sequence[Any] = ()  # Those of the model, and those of the criterion.
+    replicas: Sequence[Any] = ()  # The model has some, and the criterion.
     optimizers: list[Optimizer]
-    inner_optimizers: list[Optimizer]  # Those of torch, also inside of balanced ones.
+    inner_optimizers: list[Optimizer]  # They are those of torch, also inside of balanced ones.
 
     def __init__(self, request: "Request", module: nn.Module, criterion: LossFunction) -> None: ...
 
@@ -84,7 +84,12 @@ class Layout(Protocol):
 
     @classmethod
     def traffic(
-        cls, request: "Request", parameters: int, devices: int, micro_batches: int, reductions: int
+        cls,
+        request: "Request",
+        parameters: int,
+        devices: int,
+        micro_batches: int,
+        reductions: int,
     ) -> int:
         """Returns the bytes to and from the busiest device per update.
 
@@ -160,7 +165,7 @@ class Request:
     update_rows: int | None = None  # over all devices of a process; None for those of the batch
     whole_gradients: bool = False  # FSDP keeps them until the last micro-batch.
     mode: str = "train"
-    # With 0 each gradient has a bucket, so that blocks repeat. The memory lacks that of some buckets.
+    # Each gradient has a bucket with 0, so that blocks repeat. The memory lacks that of some buckets.
     bucket_bytes: int | None = None
 
     @property

@@ -113,7 +113,10 @@ class TracedBatch(Batch):
 
 
 def _run_here(
-    work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True
+    work: Sequence[Callable[[], T]],
+    devices: Sequence[torch.device],
+    *,
+    together: bool = True,
 ) -> list[T]:
     """Runs replicas one after the other: a fake mode belongs to one thread.
 
@@ -150,7 +153,11 @@ class TracedCriterion(DataParallelCriterion):
     """
 
     def __init__(
-        self, like: DataParallelCriterion, replicas: Replicas, dim: int, precision: str
+        self,
+        like: DataParallelCriterion,
+        replicas: Replicas,
+        dim: int,
+        precision: str,
     ) -> None:
         settings = {**like.arguments, "device_ids": None, "output_device": None, "dim": dim}
         if not like.kind.knows_divisor:

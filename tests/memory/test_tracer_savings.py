@@ -246,3 +246,17 @@ def test_a_chunk_has_no_more_rows_than_the_largest_batch(most, chunk):
             max(block.size for block in trace.blocks if block.operator.startswith("aten.new_empty"))
             == chunk * 600 * 4
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"layout": "replicas", "balanced_optimizer": True}, "is an object of type BalancedOptimi"),
+        ({"layout": "fsdp"}, "the parameters are shards of FSDP2"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_offloaded_is_an_error(settings, expected):
+    batch = torch.zeros(4, 4), torch.zeros(4, 4)
+    settings |= {"devices": 2, "device_kind": "sim", "savings": "offload_optimizer"}
+    with pytest.raises(TypeError, match=expected):
+        memory.estimate(nn.Linear(4, 4), nn.MSELoss(), *batch, **settings)

@@ -185,7 +185,11 @@ class Count(TorchDispatchMode):
         return module, line or (f"backward of {forward}" if forward else f"backward: {node.name()}")
 
     def _count_operations(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, object], result: object
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, object],
+        result: object,
     ) -> None:
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **kwargs, out_val=result))
@@ -214,7 +218,10 @@ class Count(TorchDispatchMode):
                     self.events.append(-len(self.blocks))
 
     def _run(
-        self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> object:
         result = answer(func, args, kwargs, self.scalar, _user_line)
         if result is NotImplemented:

@@ -73,7 +73,10 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
 
 
 def fake_batch(
-    batch: TracedBatch, mode: FakeTensorMode, device: torch.device, count: Count
+    batch: TracedBatch,
+    mode: FakeTensorMode,
+    device: torch.device,
+    count: Count,
 ) -> TracedBatch:
     """Returns a fake copy of a batch.
 

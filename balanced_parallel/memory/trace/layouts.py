@@ -414,7 +414,12 @@ class FSDP(SingleDevice):
 
     @classmethod
     def traffic(
-        cls, request: Request, parameters: int, devices: int, micro_batches: int, reductions: int
+        cls,
+        request: Request,
+        parameters: int,
+        devices: int,
+        micro_batches: int,
+        reductions: int,
     ) -> int:
         """Returns the bytes of the parameters that are gathered, and of the gradients."""
         gathered = parameters // 2 if request.precision == "bf16" else parameters

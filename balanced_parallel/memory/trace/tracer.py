@@ -189,7 +189,9 @@ def _prepare(requests: Sequence[Request]) -> None:
 
 
 def _run_known(
-    function: Callable[[Request, int], T], description: tuple[int, dict[str, Any]], rows: int
+    function: Callable[[Request, int], T],
+    description: tuple[int, dict[str, Any]],
+    rows: int,
 ) -> T:
     place, changes = description
     try:
@@ -266,7 +268,9 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
 
 
 def _trace_whole(
-    request: Request, rows: int, cut: contextlib.AbstractContextManager[object] = _UNCUT
+    request: Request,
+    rows: int,
+    cut: contextlib.AbstractContextManager[object] = _UNCUT,
 ) -> Trace:
     """Traces the module, or the module with only some blocks of a stack.
 
@@ -335,9 +339,9 @@ def _run(
         # Whole parameters are released before the first update.
         with count.paused() if is_sharded else nullcontext():
             layout = request.layout(request, module, criterion)
-        savings.change_optimizers(layout.optimizers)
-        count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
         try:
+            savings.change_optimizers(layout.optimizers)
+            count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
             # The first update makes the state of the optimizer.
             for generation, (name, update) in enumerate(
                 (("first", micro_batches[:1]), ("second", micro_batches))
@@ -393,7 +397,9 @@ def copies_of(replicas: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def gradients_of(
-    parameters: Iterable[Tensor], replicas: Iterable[Any], optimizers: Iterable[Optimizer]
+    parameters: Iterable[Tensor],
+    replicas: Iterable[Any],
+    optimizers: Iterable[Optimizer],
 ) -> Iterator[Tensor | None]:
     """Yields the gradients of parameters, of what optimizers of torch update in their place, and
     those that replicas hold.

@@ -84,7 +84,10 @@ class Values:
             del self._real[fake]
 
     def _compute(
-        self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> object:
         def value(tensor: Tensor) -> object:
             return self._real.get(tensor, tensor)
