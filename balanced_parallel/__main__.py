@@ -37,6 +37,7 @@ from tabulate import tabulate
 from torch import nn
 
 from . import memory
+from .batch.containers import describe
 from .memory.devices import find_kind
 from .memory.estimation import MODES
 from .memory.fitting import saved_bytes
@@ -361,7 +362,7 @@ def build_problem(place: str) -> Problem:
     result = _make(place, _find(place))
     parts = result if isinstance(result, tuple) else (result,)
     if len(parts) != 4 or not isinstance(parts[0], nn.Module) or not callable(parts[1]):
-        returned = ", ".join(type(part).__name__ for part in parts)
+        returned = ", ".join(map(describe, parts))
         raise ValueError(
             f"{place} returned {returned}: expected (module, criterion, inputs, targets)"
         )

@@ -122,11 +122,11 @@ def test_estimate_prints_the_table(nets, capsys):
         ),
         ("fails", [], "cannot be built: KeyError: 'weights' (nets.py, line "),
         ("leaves", [], "it ends the program"),
-        ("number", [], "returned int: expected (module, criterion, inputs, targets)"),
+        ("number", [], "returned int 3: expected (module, criterion, inputs, targets)"),
         (
             "net",
             [],
-            "returned Linear: expected (module, criterion, inputs, targets)",
+            "returned an object of type Linear: expected (module, criterion, inputs, targets)",
         ),
         ("distance", [], "cannot be built: TypeError"),
         ("loses", [], "KeyError: 'nothing'"),

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from .. import Precision
+from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
 from ..runtime.torch_private import is_compiled
-from ..runtime.values import check_number, check_type
+from ..runtime.values import check_number
 from ..strategies.tracing import TracedBatch, check_module
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
@@ -124,8 +125,10 @@ def estimate(
     return make_report(request, -(-request.rows // request.micro_batches))
 
 
-_CRITERION = "a module or a function: the arguments are (module, criterion, inputs, targets)"
-_OPTIMIZER = "a class, or a function of the parameters: torch.optim.AdamW, or functools.partial(torch.optim.AdamW, lr=...)"
+_CALLS = {
+    "criterion": "a module or a function: the arguments are (module, criterion, inputs, targets)",
+    "optimizer": "a class, or a function of the parameters: torch.optim.AdamW, or functools.partial(torch.optim.AdamW, lr=...)",
+}
 
 
 def make_request(
@@ -151,8 +154,9 @@ def make_request(
     """
     check_module(problem.module)
     _refuse_quantized(problem.module)
-    check_type("criterion", problem.criterion, Callable, _CRITERION)
-    check_type("optimizer", optimizer, Callable, _OPTIMIZER)
+    for name, function in {"criterion": problem.criterion, "optimizer": optimizer}.items():
+        if not callable(function):
+            raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
     kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
     Precision(precision)
     for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():

@@ -204,7 +204,7 @@ class MemoryPlan:
             criterion,
             trained,
             max_grad_norm=max_grad_norm,
-            surround=savings.around_update if savings.surround else None,
+            surround=savings.surround,
             **_step_settings(chosen),
         )
         return model, criterion, trained, step

@@ -76,9 +76,10 @@ class Savings:
                 saving.change_optimizer(optimizer)
 
     @property
-    def surround(self) -> bool:
-        """True if one of them surrounds an update."""
-        return any(saving.surround for saving in self._savings)
+    def surround(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """What surrounds an update, or None."""
+        has_some = any(saving.surround for saving in self._savings)
+        return self.around_update if has_some else None
 
     @contextlib.contextmanager
     def around_update(self) -> Iterator[None]:

@@ -125,23 +125,23 @@ def _run_here(
     return run_in_turn(work, devices, lambda index, value: [value] * len(work))
 
 
-def traced_replicas(side: SideStreams | None = None, bucket_bytes: int | None = None) -> Replicas:
-    """Makes replicas that run in the calling thread."""
-    return Replicas(side=side, workers=_run_here, bucket_bytes=bucket_bytes)
-
-
 class TracedModel(DataParallelModel):
-    """A :class:`DataParallelModel` that takes devices as they are, and leaves the module there."""
+    """A :class:`DataParallelModel` that takes devices as they are, and leaves the module there.
+
+    Its ``settings`` are those of replicas.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         devices: list[torch.device],
         split: Sequence[float] | None,
-        *settings: Any,
+        dim: int,
+        precision: str,
+        **settings: Any,
     ) -> None:
         nn.Module.__init__(self)
-        self._set_up(devices, split, *settings)
+        self._set_up(devices, split, Replicas(workers=_run_here, **settings), dim, precision)
         self.module = module
 
 
@@ -149,15 +149,11 @@ class TracedCriterion(DataParallelCriterion):
     """A criterion with the settings of another one, for outputs on any devices.
 
     A divisor that only a run tells takes as much memory as the number of rows. No values are
-    compared.
+    compared. Other settings are those of replicas.
     """
 
     def __init__(
-        self,
-        like: DataParallelCriterion,
-        replicas: Replicas,
-        dim: int,
-        precision: str,
+        self, like: DataParallelCriterion, dim: int, precision: str, **of_replicas: Any
     ) -> None:
         settings = {**like.arguments, "device_ids": None, "output_device": None, "dim": dim}
         if not like.kind.knows_divisor:
@@ -165,8 +161,8 @@ class TracedCriterion(DataParallelCriterion):
         if like.precision.name == "fp32":
             settings["precision"] = precision
         super().__init__(like.module, **settings)
-        self.replicas = replicas
-        self.copies = dataclasses.replace(self.copies, replicas=replicas, halves=None)
+        self.replicas = Replicas(workers=_run_here, **of_replicas)
+        self.copies = dataclasses.replace(self.copies, replicas=self.replicas, halves=None)
 
 
 def fill(loss: CoupledLoss, rows: int) -> None:

@@ -1,5 +1,6 @@
 """Traces of modules with many equal blocks, compared with traces of all of their blocks."""
 
+import contextlib
 import functools
 
 import pytest
@@ -64,7 +65,7 @@ def trace_both(request):
     rows = -(-request.rows // request.micro_batches)
     traces = (
         tracer._trace_repeated(request, rows),
-        tracer._trace_whole(request, rows),
+        tracer._trace_whole(request, rows, contextlib.nullcontext()),
     )  # Blocks have one line for both.
     return [
         trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops)

@@ -38,7 +38,6 @@ from ...strategies.tracing import (
     plain_loss,
     refuse_closures,
     shard,
-    traced_replicas,
     window,
 )
 from ..operators import UnknownMemory
@@ -104,12 +103,9 @@ class OptimizerChoice(OptimizerMaker):
             optimizer.step()
         except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
             return 0
-        states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
-        return (
-            sum(each.nbytes for each in parameters)
-            * sum(each.nbytes for each in states)
-            // small.nbytes
-        )
+        states = optimizer.state[small].values()
+        size = sum(each.nbytes for each in states if isinstance(each, Tensor))
+        return sum(each.nbytes for each in parameters) * size // small.nbytes
 
 
 def inner_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
@@ -224,8 +220,7 @@ class SingleDevice(Layout):
 
     def loss_of_replicas(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, and the criterion of this package."""
-        criterion = self.coupled_criterion()
-        return criterion(self.outputs(part), *part.targets.inputs)
+        return self.coupled_criterion()(self.outputs(part), *part.targets.inputs)
 
     def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
@@ -264,8 +259,8 @@ class SingleDevice(Layout):
 
     def coupled_criterion(self) -> DataParallelCriterion:
         """Returns the criterion on fake devices."""
-        dim = self.request.batch.dims[1]
-        return TracedCriterion(wrap(self.criterion), traced_replicas(), dim, self.request.precision)
+        request = self.request
+        return TracedCriterion(wrap(self.criterion), request.batch.dims[1], request.precision)
 
     def outputs(self, part: Shard) -> PerReplica:
         """Runs the forward of one micro-batch. Returns an output per replica."""
@@ -286,14 +281,20 @@ class ReplicaLayout(SingleDevice):
         dim, dim_of_targets = request.batch.dims
         # Gradients on devices with streams live until another stream has read them.
         make_side = TracedSides if request.kind.like_cuda else lambda: None
-        self.replicas = [traced_replicas(make_side(), request.bucket_bytes) for _ in range(2)]
-        of_model, of_criterion = self.replicas
+        size = request.bucket_bytes
         model = TracedModel(
-            module, fake_devices(request.devices), request.split, of_model, dim, request.precision
+            module,
+            fake_devices(request.devices),
+            request.split,
+            dim,
+            request.precision,
+            side=make_side(),
+            bucket_bytes=size,
         )
         self.parallel_criterion = TracedCriterion(
-            wrap(criterion), of_criterion, dim_of_targets, request.precision
+            wrap(criterion), dim_of_targets, request.precision, side=make_side(), bucket_bytes=size
         )
+        self.replicas = [model.replicas, self.parallel_criterion.replicas]
         super().__init__(request, model, criterion)
 
     @classmethod

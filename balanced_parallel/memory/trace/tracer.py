@@ -222,11 +222,8 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | str:
         return f"{prefix}{error}".splitlines()[0]
 
 
-_UNCUT = nullcontext()
-
-
 def _trace(request: Request, rows: int) -> Trace:
-    trace = _trace_repeated(request, rows) or _trace_whole(request, rows)
+    trace = _trace_repeated(request, rows) or _trace_whole(request, rows, nullcontext())
     return dataclasses.replace(trace, events=_ordered(trace.events))
 
 
@@ -270,7 +267,7 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
 def _trace_whole(
     request: Request,
     rows: int,
-    cut: contextlib.AbstractContextManager[object] = _UNCUT,
+    cut: contextlib.AbstractContextManager[object],
 ) -> Trace:
     """Traces the module, or the module with only some blocks of a stack.
 

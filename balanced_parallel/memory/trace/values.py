@@ -79,8 +79,10 @@ class Values:
 
     def _forget(self, tree: object) -> None:
         """Forgets the values of tensors, and of all that share their storage."""
-        written = {_storage(leaf) for leaf in _tensors(tree) if leaf in self._real}
-        for fake in [fake for fake in self._real if _storage(fake) in written]:
+        written = {
+            storage_id(leaf.untyped_storage()) for leaf in _tensors(tree) if leaf in self._real
+        }
+        for fake in [fake for fake in self._real if storage_id(fake.untyped_storage()) in written]:
             del self._real[fake]
 
     def _compute(
@@ -94,10 +96,6 @@ class Values:
 
         with _disable_current_modes():
             return func(*map_tensors(value, args), **map_tensors(value, kwargs))
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage_id(tensor.untyped_storage())
 
 
 def _tensors(tree: object) -> list[Tensor]:
