@@ -173,12 +173,7 @@ def _problem_and_step() -> OneLineParser:
     )
     rows = "rows per update, over all devices and ranks (default: those of the inputs)"
     add("--batch-size", help=rows, **NUMBER)
-    add(
-        "--devices",
-        default=1,
-        **NUMBER,
-        help="how many, or how many ranks (default: 1)",
-    )
+    add("--devices", default=1, **NUMBER, help="how many, or how many ranks (default: 1)")
     add(
         "--optimizer",
         type=optimizer,
@@ -245,23 +240,18 @@ def tricks(flags: argparse.Namespace) -> int:
 
     Returns the exit code.
     """
-    problem, rows, settings = _build(flags)
+    problem, count, settings = _build(flags)
     report = memory.estimate(
-        **vars(problem.with_rows(rows)), layout=layout_of(flags.devices), **settings
+        **vars(problem.with_rows(count)), layout=layout_of(flags.devices), **settings
     )
     request = report.batches.request
     peak = max(report.allocated)
     saved = saved_bytes(request, request.rows, peak, PLANNED)
+    rows = [(planned.saving.name, size, planned.saving.cost) for planned, size in saved.items()]
     if flags.json:
-        items = [
-            {"name": planned.saving.name, "saves": size, "cost": planned.saving.cost}
-            for planned, size in saved.items()
-        ]
+        items = [dict(zip(("name", "saves", "cost"), row, strict=True)) for row in rows]
         return _show(flags, json.dumps({"peak": peak, "tricks": items}, indent=2), report)
-    lines = [
-        [planned.saving.name, format_bytes(size), f"{size / peak:.0%}", planned.saving.cost]
-        for planned, size in saved.items()
-    ]
+    lines = [[name, format_bytes(size), f"{size / peak:.0%}", cost] for name, size, cost in rows]
     table = tabulate(
         lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True
     )
@@ -288,7 +278,7 @@ def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
     settings = {
         name: getattr(flags, name) for name in ("optimizer", "devices", "precision", "device_kind")
     }
-    return problem, flags.batch_size or problem.rows, settings
+    return problem, flags.batch_size or problem.batch.rows or 0, settings
 
 
 def _show(flags: argparse.Namespace, text: str, result: MemoryReport | MemoryPlan) -> int:

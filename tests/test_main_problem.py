@@ -55,4 +55,4 @@ def test_marked_inputs_and_lists_get_the_rows():
     assert anchors.value.shape == (3, 4)
     assert sizes.tolist() == [[8, 8], [9, 9], [8, 8]]
     assert names == ["a", "b", "a"]
-    assert problem.targets.shape == (6, 1)
+    assert [target.shape for target in problem.targets] == [(6, 1)]

@@ -204,6 +204,16 @@ def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
     }
 
 
+def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
+    """Returns which rows the batch norms of ``module`` take statistics from; None for all rows of
+    the batch.
+    """
+    norms = batch_norms(module)
+    if devices > 1 and not all(isinstance(layer, AllRowsBatchNorm) for layer in norms.values()):
+        return "replica"
+    return "micro-batch" if micro_batches > 1 and norms else None
+
+
 def _mixing_layers(comparison: Comparison) -> Iterator[str]:
     if comparison.split.rounds > 1 and sums_rows(comparison.module):
         yield "SumOverRows: each micro-batch has sums of its own rows, not of the whole batch"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..batch.rows import Batch, as_arguments, spread
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
-from ..loss.kinds import MeansInside
 from ..loss.means import UnknownMeanError
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
@@ -148,7 +147,7 @@ def verify(
             try:
                 split_loss = _run_step(split, step, inputs, targets)
             except (UnknownMeanError, TypeError) as error:  # The report has it, or a reason.
-                if not isinstance(step.criterion.kind, MeansInside):
+                if step.criterion.kind.knows_divisor:
                     raise
                 refusal = str(error)
                 weight = "rows"

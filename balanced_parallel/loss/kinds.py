@@ -77,6 +77,7 @@ class Kind(abc.ABC):
     # over the micro-batches of an update; two if all rows must be seen before the first backward
     passes: ClassVar[int] = 1
     couples_rows: ClassVar[bool] = False  # parts of the rows have no loss of their own
+    knows_divisor: ClassVar[bool] = True  # The loss has not to run for it.
     loss: ClassVar[type[CoupledLoss]]  # the loss of one update, for a kind of two passes
     reduction: str = "sum"
     is_mean: bool = False  # the sum of all parts is divided by the sum of their weights
@@ -424,6 +425,7 @@ class MeansInside(_OfRows, _OfTwoPasses):
     """A function of sums over the rows, which a criterion computes inside."""
 
     loss = LossOfMeans
+    knows_divisor = False
 
     def begin_by_hand(self, outputs: PerReplica) -> None:
         """Notes the sums of the forward, which may have computed the loss."""

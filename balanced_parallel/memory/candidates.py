@@ -15,13 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torch import nn
-
 from ..batch.plan import count_micro_batches, split_sizes
-from ..diagnostics.reasons import batch_norms
-from ..replicas.batchnorm import AllRowsBatchNorm
+from ..diagnostics.reasons import statistics_of
 from ..runtime.values import format_bytes
-from ..strategies.parallelize import state_bytes
+from ..strategies.tracing import state_bytes
 from .lines import Lines, most_that_fit
 from .problem import Request
 from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
@@ -100,12 +97,7 @@ class Choice:
     @property
     def cost(self) -> tuple[bool, int, int, int]:
         """Orders choices: exact ones first, then by time, micro-batches, and number of savings."""
-        return (
-            self.changes_result,
-            self.work,
-            self.micro_batches,
-            self.name.count(","),
-        )
+        return self.changes_result, self.work, self.micro_batches, self.name.count(",")
 
 
 # Operations in the time of a byte of traffic, roughly. Peak over link, as NVIDIA states them, is
@@ -146,16 +138,6 @@ SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no tra
 BASE = 2  # rows per device in the first of two traces
 
 
-def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
-    """Returns which rows the batch norms of ``module`` take statistics from; None for all rows of
-    the batch.
-    """
-    norms = batch_norms(module)
-    if devices > 1 and not all(isinstance(layer, AllRowsBatchNorm) for layer in norms.values()):
-        return "replica"
-    return "micro-batch" if micro_batches > 1 and norms else None
-
-
 class MicroBatches(NamedTuple):
     """Number of micro-batches of an update, weights of unequal shares, and most rows of each device
     in one.
@@ -188,6 +170,8 @@ class Option:
         self.batch_size = batch_size
         self.capacity = capacity
         self.is_distributed = request.layout.is_distributed
+        self.step = request.row_step
+        self.context = request.kind.context
         self.share = -(-batch_size // len(capacity))  # rows of a device per update
         self.rows = self.share if self.is_distributed else batch_size  # The batch of a process.
         self.request = replace(request, micro_batches=1, update_rows=self.rows)
@@ -214,9 +198,7 @@ class Option:
         if several not in self.traced:
             request = replace(self.request, micro_batches=several)
             traces = []
-            for trace in try_traces(
-                [(request, count * BASE * request.row_step) for count in (1, 2)]
-            ):
+            for trace in try_traces([(request, count * BASE * self.step) for count in (1, 2)]):
                 if isinstance(trace, str):
                     raise ValueError(trace)
                 traces.append(trace)
@@ -247,29 +229,24 @@ class Option:
         if they fit.
         """
         lines = self.lines(micro_batches)
-        step = self.request.row_step
-        context = self.request.kind.context
-        return [
-            (
-                lines.reserved(device, rows[device] * step, self.limits[device] if fits else None)
-                or 0
-            )
-            + context
-            for device in self.request.traced_devices
-        ]
+
+        def of_device(device: int) -> int:
+            limit = self.limits[device] if fits else None
+            return self.context + (lines.reserved(device, rows[device] * self.step, limit) or 0)
+
+        return [of_device(device) for device in self.request.traced_devices]
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
         """Returns the rows that fit on each device in one forward, at most ``share``."""
         lines = self.lines(micro_batches)
-        step = self.request.row_step
-        context = self.request.kind.context
+        step = self.step
 
         @functools.cache
         def most(device: int) -> int:
             limit = self.limits[device]
             # The first search takes no replay.
             bound = most_that_fit(
-                lambda rows: lines.at_least(device, rows * step) + context <= limit, share
+                lambda rows: lines.at_least(device, rows * step) + self.context <= limit, share
             )
             return most_that_fit(
                 lambda rows: lines.reserved(device, rows * step, limit) is not None, bound
@@ -284,7 +261,7 @@ class Option:
         gradients = sum(parameter.nbytes for parameter in self.learned)
         gradients = 2 * gradients // (self.request.devices if self.request.layout.is_sharded else 1)
         lines = self.lines(2)
-        rows = self.share * self.request.row_step
+        rows = self.share * self.step
         peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
@@ -307,7 +284,7 @@ class Option:
         if not all(most):
             return MicroBatches(0, None, [1] * len(most))
         split = tuple(map(float, most)) if unequal else None
-        shares = split or self.request.row_step
+        shares = split or self.step
         count = count_micro_batches(
             self.rows, max(most) if split else min(*most, self.share), shares
         )
@@ -321,20 +298,19 @@ class Option:
         """
         self._trace_few_blocks()
         request = self.request
-        step = self.request.row_step
         count, split, rows = self._cut()
         several = count or 2
         lines = self.lines(several)
         reserved = self.reserved(several, rows, fits=count > 0)
         allocated = [
-            lines.allocated(device, rows[device] * step) for device in request.traced_devices
+            lines.allocated(device, rows[device] * self.step) for device in request.traced_devices
         ]
         performed = self.flops(several)
         operations = plain.flops(1)
         whole = self.whole_gradients(count, max(reserved))
         traffic = self.traffic(count, whole)
         if request.savings:  # offloaded activations go to the host and come back
-            traffic += 2 * count * lines.bytes_on_host(max(rows) * step)
+            traffic += 2 * count * lines.bytes_on_host(max(rows) * self.step)
         results = {each.saving.result: each.saving.option for each in self.savings}
         return Choice(
             name=f"{self.name}, gradients reduced once" if whole else self.name,
@@ -362,7 +338,7 @@ class Option:
         With a bucket for each gradient, blocks repeat that do not otherwise. Larger buckets need
         more memory.
         """
-        request = replace(self.request, small_buckets=True)
+        request = replace(self.request, bucket_bytes=0)
         if find_repeated(self.request) or not find_repeated(request):
             return
         rough = Option(self.savings, request, self.capacity, self.batch_size)

@@ -12,17 +12,16 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from .. import Precision
 from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
-from ..batch.rows import as_arguments, spread
-from ..loss.copies import Criterion
-from ..replicas.module_tree import check_module
 from ..runtime.torch_private import is_compiled
-from ..runtime.values import Precision, check_number
+from ..runtime.values import check_number
+from ..strategies.tracing import TracedBatch, check_module
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
 from .operators import CONVOLUTIONS, RECURRENT_LAYERS, UnknownMemory
-from .problem import Problem, Request
+from .problem import LossFunction, Problem, Request
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
 from .trace.layouts import LAYOUTS, OptimizerChoice, wrap
@@ -35,7 +34,7 @@ MODES = "train", "evaluate"
 
 def estimate(
     module: nn.Module,
-    criterion: Criterion,
+    criterion: LossFunction,
     inputs: object,
     targets: object,
     *,
@@ -123,7 +122,7 @@ def estimate(
         expandable_segments=expandable_segments,
         mode=mode,
     )
-    return make_report(request, request.rows_per_micro_batch)
+    return make_report(request, -(-request.rows // request.micro_batches))
 
 
 _CALLS = {
@@ -135,6 +134,7 @@ _CALLS = {
 def make_request(
     problem: Problem,
     *,
+    batch: TracedBatch | None = None,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     precision: str = "fp32",
     micro_batch_size: int | None = None,
@@ -148,7 +148,10 @@ def make_request(
     expandable_segments: bool = False,
     mode: str = "train",
 ) -> Request:
-    """Checks the arguments of :func:`estimate`, and makes a request of them."""
+    """Checks the arguments of :func:`estimate`, and makes a request of them.
+
+    ``batch`` is that of the problem, where inputs and targets have their rows in two dimensions.
+    """
     check_module(problem.module)
     _refuse_quantized(problem.module)
     for name, function in {"criterion": problem.criterion, "optimizer": optimizer}.items():
@@ -160,17 +163,18 @@ def make_request(
         check_number(name, number, "a positive number", at_least=1, whole=True)
     _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients)
     shares = split or LAYOUTS[layout].devices_per_process(devices)
-    criterion, couples_rows = _unwrapped(problem.criterion)
+    batch = batch or problem.batch
+    wrapped = wrap(problem.criterion)
+    couples_rows = wrapped.kind.couples_rows
     return Request(
         module=problem.module,
-        criterion=criterion,
-        inputs=as_arguments(problem.inputs),
-        targets=spread(problem.targets),
-        dim=problem.dim,
+        # Layouts wrap a loss of rows again.
+        criterion=problem.criterion if couples_rows else wrapped.module,
+        batch=batch,
         scalar=problem.scalar,
-        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+        optimizer=OptimizerChoice(optimizer),
         precision=precision,
-        micro_batches=count_micro_batches(problem.rows, micro_batch_size, shares),
+        micro_batches=count_micro_batches(batch.rows or 0, micro_batch_size, shares),
         layout=LAYOUTS[layout],
         devices=devices,
         balanced=balanced_optimizer,
@@ -220,16 +224,6 @@ def _refuse_quantized(module: nn.Module) -> None:
                     "kernels is not known: give the model before its quantization, with the plain weights in bf16, which "
                     "needs more; a 4-bit weight takes a quarter of their bytes, an 8-bit weight half"
                 )
-
-
-def _unwrapped(criterion: Criterion) -> tuple[Criterion, bool]:
-    """Returns a criterion as layouts wrap it, and True if its loss couples rows: then it stays
-    wrapped.
-    """
-    wrapped = wrap(criterion)
-    if wrapped.kind.couples_rows:
-        return criterion, True
-    return wrapped.module, False
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:

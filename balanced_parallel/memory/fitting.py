@@ -12,28 +12,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from .. import BalancedOptimizer, DataParallelModel, TrainStep
 from ..batch.plan import count_micro_batches, split_sizes
-from ..batch.rows import Arguments, as_arguments, mark_leaves, spread
-from ..loss.criterion import DataParallelCriterion
-from ..optim.balanced import BalancedOptimizer
-from ..replicas.model import DataParallelModel
 from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
-from ..runtime.torch_private import is_sharded, storage_id
-from ..runtime.values import check_type, format_bytes, parse_each
+from ..runtime.torch_private import is_sharded
+from ..runtime.values import check_type, format_bytes
 from ..savings.offloading import is_offloaded
-from ..training.optimizers import each_optimizer
-from ..training.step import TrainStep
+from ..strategies.tracing import TracedBatch
 from .candidates import SCALARS
 from .estimation import lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Problem, Request
-from .report import Capacity, Holder, MemoryReport, OtherBatches
+from .report import Capacity, Holder, MemoryReport, OtherBatches, parse_each
 from .savings import ON_HOST, SHARDS, PlannedSaving, savings_of, with_savings
 from .trace.allocations import Trace
-from .trace.layouts import ExistingOptimizers, copies_of, gradients_of, groups_of, inner_optimizers
-from .trace.tracer import states_of, try_traces
+from .trace.layouts import ExistingOptimizers, inner_optimizers
+from .trace.private import storage_id
+from .trace.tracer import copies_of, gradients_of, groups_of, states_of, try_traces
 
 
 def fit(
@@ -97,9 +95,8 @@ def fit(
     step.micro_batch_size = rows
     count = count_micro_batches(request.rows, rows, shares)
     request, rows = dataclasses.replace(request, micro_batches=count), -(-request.rows // count)
-    if lines.first.rows != rows and (request.split or not lines.is_affine):
-        return make_report(request, rows)
-    return make_report(request, rows, lines)
+    shows_rows = lines.first.rows == rows or (lines.is_affine and not request.split)
+    return make_report(request, rows, lines if shows_rows else None)
 
 
 def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
@@ -196,23 +193,17 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
             "the model is sharded, and its parameters are parts on each rank: call memory.estimate(layout='fsdp') with the "
             "module before parallelize, and set step.micro_batch_size"
         )
-    dim = criterion.dim_of_targets(Arguments(spread(targets), {}), model.out_dims)
-    arguments = as_arguments(inputs)
+    batch = TracedBatch.of(inputs, targets, model.dim, criterion.dim or 0)
+    dim = criterion.dim_of_targets(batch.targets, model.out_dims)
     if criterion.kind.couples_rows and not model.out_dims == dim == model.dim:
         raise ValueError(
             f"the rows of the outputs are in dimension {model.out_dims!r}, those of inputs and targets in {model.dim} and {dim}: "
             "expected one dim= for all with a loss whose rows depend on each other, or memory.estimate and step.micro_batch_size"
         )
-    problem = Problem(
-        model.module,
-        criterion,
-        arguments.kwargs or arguments.inputs,
-        mark_leaves(spread(targets), dim, "targets"),
-        model.dim,
-    )
-    optimizers = each_optimizer(step.optimizer)
+    optimizers = _optimizers(step)
     request = make_request(
-        problem,
+        Problem(model.module, criterion, inputs, targets, model.dim),
+        batch=batch,
         precision=next(
             (each.name for each in (model.precision, step.precision) if each.name != "fp32"), "fp32"
         ),
@@ -227,9 +218,14 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
     return dataclasses.replace(
         request,
         criterion=criterion if is_local else request.criterion,
-        optimizer=ExistingOptimizers(optimizers, foreach=request.kind.like_cuda),
+        optimizer=ExistingOptimizers(optimizers),
         savings=(ON_HOST.saving.name,) * all(map(is_offloaded, optimizers)),
     )
+
+
+def _optimizers(step: TrainStep) -> list[Optimizer]:
+    optimizers = step.optimizer
+    return [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
 
 
 def bytes_in_use(step: TrainStep, unit: int) -> Counter[torch.device]:
@@ -237,31 +233,24 @@ def bytes_in_use(step: TrainStep, unit: int) -> Counter[torch.device]:
 
     They are parameters, copies, buffers, gradients and optimizer state.
     """
-    storages = {
-        (tensor.device, storage_id(storage := tensor.untyped_storage())): storage
-        for tensor in _tensors_of(step)
-    }
+    storages = [tensor.untyped_storage() for tensor in _tensors_of(step)]
     total = Counter[torch.device]()
-    for (device, _), storage in storages.items():
-        total[device] += -(-storage.nbytes() // unit) * unit
+    for storage in {storage_id(each): each for each in storages}.values():
+        total[storage.device] += -(-storage.nbytes() // unit) * unit
     return total
 
 
 def _tensors_of(step: TrainStep) -> list[Tensor]:
     parts: list[Any] = [step.model, step.criterion]
-    optimizers = each_optimizer(step.optimizer)
+    optimizers = inner_optimizers(_optimizers(step))
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
-    for group in groups_of(inner_optimizers(optimizers)):
+    for group in groups_of(optimizers):
         tensors += group["params"]
-    replicas = [
-        part.replicas
-        for part in parts
-        if isinstance(part, (DataParallelModel, DataParallelCriterion))
-    ]
+    replicas = [part.replicas for part in parts if hasattr(part, "replicas")]
     others = (
         *copies_of(replicas),
         *gradients_of(tensors, replicas, optimizers),
-        *states_of(inner_optimizers(optimizers)),
+        *states_of(optimizers),
     )
     return tensors + [other for other in others if isinstance(other, Tensor)]
 

@@ -24,7 +24,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ..runtime.torch_private import current_node, map_tensors
+from .trace.private import current_node, map_tensors
 
 _aten = torch.ops.aten
 HINT = "give memory.estimate a module without it (a size as a plain number, a mask that multiplies)"

@@ -12,7 +12,6 @@ Each trace is logged before it starts (``logging``, level ``INFO``), since a sea
 """
 
 import dataclasses
-import functools
 import html
 import json
 import textwrap
@@ -25,21 +24,15 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from .. import BalancedOptimizer, DataParallelCriterion, TrainStep, parallelize
 from ..batch.plan import split_sizes
-from ..batch.rows import ParallelModel
-from ..loss.copies import Criterion
-from ..loss.criterion import DataParallelCriterion
-from ..loss.kinds import MeansInside
-from ..optim.balanced import BalancedOptimizer
-from ..runtime.devices import DeviceLike
-from ..runtime.values import check_number, format_bytes, parse_each
-from ..savings.saving import around_update, change_module, change_optimizers, find_savings
-from ..strategies.parallelize import detect_ranks, parallelize
-from ..training.step import TrainStep
+from ..runtime.values import check_number, format_bytes
+from ..savings.saving import Savings
+from ..strategies.parallelize import detect_ranks
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import MakeOptimizer, make_report, make_request, parts_at_peak
-from .problem import Problem
-from .report import Capacity, MemoryReport, json_of, sizes_as_text, write_page
+from .problem import LossFunction, Problem
+from .report import Capacity, MemoryReport, json_of, parse_each, sizes_as_text, write_page
 from .savings import PLANNED, savings_of
 from .trace.layouts import OptimizerChoice, wrap
 from .trace.tracer import keeping_processes
@@ -155,14 +148,14 @@ class MemoryPlan:
     def apply(
         self,
         module: nn.Module,
-        criterion: Criterion,
+        criterion: LossFunction,
         *,
         optimizer: MakeOptimizer = torch.optim.AdamW,
-        device_ids: Sequence[DeviceLike] | None = None,
+        device_ids: Sequence[int | str | torch.device] | None = None,
         weight: Callable[..., torch.Tensor] | None = None,
         max_grad_norm: float | None = None,
         **defaults: Any,
-    ) -> tuple[ParallelModel, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
+    ) -> tuple[Any, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
         """Makes the model, the criterion, the optimizer and the step of the plan.
 
         The savings change ``module`` in place.
@@ -193,8 +186,8 @@ class MemoryPlan:
                 raise ValueError(
                     f"{environment.world_size} ranks are running, expected the {self.devices} that were planned for"
                 )
-        savings = find_savings(chosen.savings)
-        change_module(module, savings)
+        savings = Savings(chosen.savings)
+        savings.change_module(module)
         if not isinstance(criterion, DataParallelCriterion):
             criterion = DataParallelCriterion(criterion, dim=self.dim, weight=weight)
         model, criterion = parallelize(module, criterion, device_ids, **_parallel_settings(self))
@@ -205,14 +198,13 @@ class MemoryPlan:
             if chosen.balanced_optimizer
             else kind(learned, **defaults)
         )
-        change_optimizers([trained], savings)
-        surrounding = [saving for saving in savings if saving.surround]
+        savings.change_optimizers([trained])
         step = TrainStep(
             model,
             criterion,
             trained,
             max_grad_norm=max_grad_norm,
-            surround=functools.partial(around_update, surrounding) if surrounding else None,
+            surround=savings.surround,
             **_step_settings(chosen),
         )
         return model, criterion, trained, step
@@ -318,7 +310,7 @@ def _with_tuples(value: Any) -> Any:
 
 def plan(
     module: nn.Module,
-    criterion: Criterion,
+    criterion: LossFunction,
     inputs: object,
     targets: object,
     *,
@@ -410,7 +402,7 @@ def plan(
         untried=tuple(search.untried()),
         skipped=tuple(search.skipped.items()),
         remarks=_remarks(how),
-        unknown_divisor=_has_unknown_divisor(criterion),
+        unknown_divisor=not wrap(criterion).kind.knows_divisor,
     )
     if not best.fits:
         return dataclasses.replace(result, needs=search.what_would_fit())
@@ -418,16 +410,11 @@ def plan(
     return dataclasses.replace(result, lines=lines, report=_report(how, best))
 
 
-def _has_unknown_divisor(criterion: Criterion) -> bool:
-    """Returns True if only a run tells what the loss is divided by."""
-    return isinstance(wrap(criterion).kind, MeansInside)
-
-
 def _remarks(option: Option) -> tuple[str, ...]:
     """Returns the savings that no trace has, with their bytes where they are known, and their
     costs.
     """
-    parts = parts_at_peak(next(iter(option.traced.values())), 0, option.request.row_step)
+    parts = parts_at_peak(next(iter(option.traced.values())), 0, option.step)
     texts = []
     for planned in savings_of("by hand", "optimizer"):
         size = int(planned.of_state * parts["optimizer state"])
@@ -443,16 +430,15 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
     Unequal shares, and less than two rows per device, are traced again.
     """
     count = choice.micro_batches
-    step = option.request.row_step
     rows = -(-option.rows // count)
     request = dataclasses.replace(option.request, micro_batches=count, split=choice.split)
-    if choice.split or rows < 2 * step:
+    if choice.split or rows < 2 * option.step:
         return make_report(request, rows)
     lines = option.lines(count)
     sizes = (
         None
         if option.is_distributed
-        else [size * step for size in split_sizes(rows, request.devices)]
+        else [size * option.step for size in split_sizes(rows, request.devices)]
     )
     return make_report(request, rows, lines, sizes)
 
@@ -460,7 +446,7 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
 def write_program(
     plan: MemoryPlan,
     module: nn.Module,
-    criterion: Criterion,
+    criterion: LossFunction,
     make: MakeOptimizer,
 ) -> tuple[str, ...]:
     """Returns the lines that apply a plan to its problem, as :meth:`MemoryPlan.apply` does."""
@@ -513,7 +499,7 @@ def _optimizer(
     settings: Sequence[str],
 ) -> str:
     """Returns the call that makes the optimizer. ``settings`` are those that save memory."""
-    maker = OptimizerChoice(make, foreach=False)
+    maker = OptimizerChoice(make)
     is_of_torch = getattr(torch.optim, maker.name, None) is maker.plain_make
     name = f"torch.optim.{maker.name}" if is_of_torch else maker.name
     learned = "model.parameters()"

@@ -11,16 +11,16 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..batch.containers import map_leaves
-from ..batch.rows import Along, Arguments, as_arguments, count_rows, take
+from ..strategies.tracing import Shard, TracedBatch
 from .devices import DeviceKind
 from .trace.values import is_small
+
+LossFunction = Callable[..., Tensor]  # a module or a function
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Problem:
     """Arguments of :func:`estimate` and :func:`plan` that say what is computed."""
 
     module: nn.Module
-    criterion: Callable[..., Tensor]
+    criterion: LossFunction
     inputs: object
     targets: object
     dim: int = 0
@@ -36,10 +36,11 @@ class Problem:
     scalar: float | None = None
 
     @property
-    def rows(self) -> int:
-        """The number of rows of the batch, which has some."""
-        if rows := count_rows(as_arguments(self.inputs), self.dim):
-            return rows
+    def batch(self) -> TracedBatch:
+        """Inputs and targets with some rows."""
+        batch = TracedBatch.of(self.inputs, self.targets, self.dim)
+        if batch.rows:
+            return batch
         raise ValueError(
             f"the inputs have no rows, expected tensors with rows along dimension {self.dim}"
         )
@@ -49,27 +50,9 @@ class Problem:
 
         Tensors are on the meta device. Those that are small, and lists, repeat their rows.
         """
-        of = self.rows
-
-        def resize(leaf: object, dim: int = self.dim) -> object:
-            if type(leaf) is Along:
-                return Along(resize(leaf.leaf, leaf.dim), leaf.dim)
-            if not (present := count_rows(leaf, dim)):
-                return leaf
-            count = present * rows // of
-            if not isinstance(leaf, Tensor) or is_small(leaf, count / present):
-                return take(leaf, [place % present for place in range(count)], dim)
-            shape = [*leaf.shape]
-            shape[dim] = count
-            return torch.empty(
-                shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
-            )
-
-        inputs, targets = map_leaves(resize, (self.inputs, self.targets))
-        return dataclasses.replace(self, inputs=inputs, targets=targets)
-
-
-TracedBatch = tuple[Arguments, tuple[object, ...]]
+        batch = self.batch.resized(rows, is_small)
+        inputs = batch.inputs.kwargs or batch.inputs.inputs
+        return dataclasses.replace(self, inputs=inputs, targets=batch.targets.inputs)
 
 
 class Layout(Protocol):
@@ -80,11 +63,12 @@ class Layout(Protocol):
     batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
     is_sharded: ClassVar[bool] = False  # the parameters are DTensors
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
+    parameters: list[nn.Parameter]
+    replicas: Sequence[Any] = ()  # The model has some, and the criterion.
     optimizers: list[Optimizer]
+    inner_optimizers: list[Optimizer]  # They are those of torch, also inside of balanced ones.
 
-    def __init__(
-        self, request: "Request", module: nn.Module, criterion: Callable[..., Tensor]
-    ) -> None: ...
+    def __init__(self, request: "Request", module: nn.Module, criterion: LossFunction) -> None: ...
 
     @classmethod
     def devices_per_process(cls, devices: int) -> int:
@@ -100,7 +84,12 @@ class Layout(Protocol):
 
     @classmethod
     def traffic(
-        cls, request: "Request", parameters: int, devices: int, micro_batches: int, reductions: int
+        cls,
+        request: "Request",
+        parameters: int,
+        devices: int,
+        micro_batches: int,
+        reductions: int,
     ) -> int:
         """Returns the bytes to and from the busiest device per update.
 
@@ -109,17 +98,16 @@ class Layout(Protocol):
             devices: the number of devices of all hosts.
             reductions: how often gradients are reduced.
         """
-        ...
+        moved = 2 * (devices - 1) * parameters
+        # a reduce-scatter and an all-gather, or from and to the first device
+        is_ring = request.balanced or cls.is_distributed
+        return 2 * moved // devices if is_ring else moved
 
-    def inner_optimizers(self) -> list[Optimizer]:
-        """Returns the optimizers of torch, those inside of balanced ones."""
-        ...
-
-    def evaluate(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
+    def evaluate(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
         ...
 
-    def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
+    def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
         ...
 
@@ -139,22 +127,15 @@ class Layout(Protocol):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def copies(self) -> Iterator[Tensor]:
-        """Yields the copies of the parameters on other devices."""
-        ...
-
-    def gradients(self) -> Iterator[Tensor | None]:
-        """Yields every gradient that exists, those that the replicas hold too."""
-        ...
-
     def close(self) -> None:
         """Ends the process group of the layout, if it has one."""
+        return
 
 
 class OptimizerMaker(Protocol):
     """The optimizers of an update, which a trace makes once there are parameters."""
 
-    has_state: ClassVar[bool]
+    has_state: ClassVar[bool] = False
 
     def make_all(
         self, parameters: Iterable[Tensor], model: nn.Module | None = None
@@ -164,14 +145,13 @@ class OptimizerMaker(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Problem):
-    """One update of a problem to trace.
+class Request:
+    """One update of a problem to trace."""
 
-    Inputs and targets are arguments of the module, and of the criterion after the output.
-    """
-
-    inputs: Arguments
-    targets: tuple[object, ...]
+    module: nn.Module
+    criterion: LossFunction
+    batch: TracedBatch
+    scalar: float | None
     optimizer: OptimizerMaker
     precision: str
     micro_batches: int
@@ -185,13 +165,13 @@ class Request(Problem):
     update_rows: int | None = None  # over all devices of a process; None for those of the batch
     whole_gradients: bool = False  # FSDP keeps them until the last micro-batch.
     mode: str = "train"
-    # A bucket for each gradient, so that blocks repeat. The memory lacks that of some buckets.
-    small_buckets: bool = False
+    # Each gradient has a bucket with 0, so that blocks repeat. The memory lacks that of some buckets.
+    bucket_bytes: int | None = None
 
     @property
-    def rows_per_micro_batch(self) -> int:
-        """Rows of the largest micro-batch over all devices of a process."""
-        return -(-self.rows // self.micro_batches)
+    def rows(self) -> int:
+        """The number of rows of the batch."""
+        return self.batch.rows or 0
 
     @property
     def rows_of_update(self) -> int:

@@ -12,7 +12,7 @@ import datetime
 import html
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from ..runtime.values import UNITS, check_number, format_bytes, parse_each
+from ..runtime.values import check_number, format_bytes, parse_bytes
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Request
 
@@ -59,6 +59,17 @@ def holders_table(report: "MemoryReport", device: int, style: str) -> str:
 
 # bytes or text such as "24GiB", of each device or one for all
 Capacity = int | str | Sequence[int | str]
+
+
+def parse_each(capacity: Capacity, devices: int) -> tuple[int, ...]:
+    """Returns the number of bytes of each of ``devices`` devices."""
+    is_list = isinstance(capacity, Iterable) and not isinstance(capacity, str)
+    sizes: list[Any] = [*capacity] if is_list else [capacity] * devices  # type: ignore[misc]
+    if len(sizes) != devices:
+        raise ValueError(
+            f"capacity has {len(sizes)} sizes for {devices} devices, expected one size, or one per device"
+        )
+    return tuple(map(parse_bytes, sizes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,11 +360,12 @@ def title_of(report: MemoryReport) -> str:
 def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
     graphs = load_plotly()
     unit = format_bytes(max(report.allocated)).split()[1]
+    size = parse_bytes(f"1 {unit}")
     figure = graphs.Figure()
     for device, line in enumerate(report.timeline):
         # A curve has few points, the highest of their neighbours.
         places = range(0, len(line), -(-len(line) // POINTS))
-        levels = [max(line[place : place + places.step]) / UNITS[unit] for place in places]
+        levels = [max(line[place : place + places.step]) / size for place in places]
         # Colours go from cyan to violet: phases are gray, and the capacity is red.
         color = f"hsl({180 + 120 * device // report.devices}, 70%, 45%)"
         name = f"device {device}"
@@ -369,7 +381,7 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
         )
     for limit in dict.fromkeys(limits):
         figure.add_hline(
-            y=limit / UNITS[unit],
+            y=limit / size,
             line_dash="dash",
             line_color="red",
             annotation_text=f"capacity {format_bytes(limit)}",

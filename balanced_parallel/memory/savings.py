@@ -14,11 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import nn, optim
 
-from ..replicas.module_tree import find_blocks
+from ..savings import LinearCrossEntropy
 from ..savings import saving as applied
-from ..savings.checkpointing import outermost_sequentials
-from ..savings.linear_cross_entropy import LinearCrossEntropy
-from ..savings.saving import SAVINGS, Saving
+from ..savings.checkpointing import has_parts
+from ..savings.saving import Saving
 from .problem import Request
 from .trace.layouts import FSDP, OptimizerChoice
 
@@ -84,7 +83,7 @@ def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
     all of them.
     """
     requested = [names] if isinstance(names, str) else list(names)
-    functions = [saving.name for saving in SAVINGS if saving.is_function]
+    functions = [saving.name for saving in applied.SAVINGS if saving.is_function]
     for name in requested:
         if name not in functions:
             raise ValueError(
@@ -113,10 +112,6 @@ def _makes_temporaries(classes: tuple[type[optim.Optimizer], ...], request: Requ
     if not isinstance(choice, OptimizerChoice) or choice.plain_make not in classes:
         return False
     return request.kind.like_cuda and choice.settings.keys().isdisjoint(["fused", "foreach"])
-
-
-def _has_parts(request: Request) -> bool:
-    return bool(find_blocks(request.module) or outermost_sequentials(request.module))
 
 
 def _heads(module: nn.Module) -> list[str]:
@@ -149,11 +144,11 @@ def _smaller(make: type[optim.Optimizer]) -> PlannedSaving:
 
     def suits(request: Request) -> bool:
         choice = request.optimizer
-        least = OptimizerChoice(make, foreach=False).state_bytes(matrix)
+        least = OptimizerChoice(make).state_bytes(matrix)
         return isinstance(choice, OptimizerChoice) and choice.state_bytes(matrix) > least
 
     def change(request: Request) -> Request:
-        return replace(request, optimizer=OptimizerChoice(make, request.kind.like_cuda))
+        return replace(request, optimizer=OptimizerChoice(make))
 
     return PlannedSaving(_other_optimizer(make.__name__), "optimizer", suits, change)
 
@@ -200,7 +195,7 @@ PLANNED = (
     ),
     PlannedSaving(
         applied.LOGITS,
-        suits=lambda request: "labels" in request.inputs.kwargs,
+        suits=lambda request: "labels" in request.batch.inputs.kwargs,
         line="savings.replace_lm_head(module)",
     ),
     PlannedSaving(
@@ -213,12 +208,12 @@ PLANNED = (
     ),
     PlannedSaving(
         applied.SELECTIVE,
-        suits=_has_parts,
+        suits=lambda request: has_parts(request.module),
         line="savings.checkpoint_activations(module, selective=True)",
     ),
     PlannedSaving(
         applied.CHECKPOINT,
-        suits=_has_parts,
+        suits=lambda request: has_parts(request.module),
         instead_of=applied.SELECTIVE,
         line="savings.checkpoint_activations(module)",
     ),

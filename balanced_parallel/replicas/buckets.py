@@ -389,8 +389,9 @@ BUCKET_BYTES = 25 * 2**20  # torch's DistributedDataParallel has this size.
 class GradientBuckets:
     """The gradient buckets of all parameters of one module."""
 
-    def __init__(self, side: SideStreams | None = None) -> None:
+    def __init__(self, side: SideStreams | None = None, size: int | None = None) -> None:
         self.buckets: list[Bucket] = []
+        self._size = size
         # Sums overlap with the backward there. They are made on first use if devices have streams.
         self.side = side
 
@@ -433,7 +434,7 @@ class GradientBuckets:
             [each for each in group if each.requires_grad and id(each) not in owned]
             for group in groups
         ]
-        buckets = [*map(make_buckets, learning)]
+        buckets = [make_buckets(group, self._size) for group in learning]
         self.buckets += itertools.chain(*buckets)
         return buckets
 
@@ -444,13 +445,15 @@ class GradientBuckets:
         return Schedule(streams, self.side, bucket is not self.buckets[-1], deferred)
 
 
-def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-    """Returns buckets of at most 25 MiB (or one parameter) and one dtype.
+def make_buckets(parameters: Sequence[nn.Parameter], size: int | None = None) -> list[Bucket]:
+    """Returns buckets of at most ``size`` bytes, by default 25 MiB, or of one parameter, and of one
+    dtype.
 
     The last parameters come first, as in the backward.
     """
     last_first = parameters[::-1]
+    size = BUCKET_BYTES if size is None else size
     return [
         Bucket([last_first[i] for i in chunk])
-        for chunk in sorted(transport.chunks(last_first, BUCKET_BYTES))
+        for chunk in sorted(transport.chunks(last_first, size))
     ]

@@ -124,7 +124,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         check_type("gather_outputs", gather_outputs, bool, "True or False")
         check_dims(out_dims, "out_dims")
         devices = resolve_devices(device_ids)
-        self._set_up(devices, Replicas(refresh), dim, precision, split)
+        self._set_up(devices, split, Replicas(refresh), dim, precision)
         self.out_dims = dim if out_dims is None else out_dims
         self.gather_outputs = gather_outputs
         self._gathers_on = devices[0] if output_device is None else resolve_device(output_device)
@@ -132,7 +132,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         self.module = module.to(devices[0])
 
     def _set_up(
-        self, devices: list[torch.device], replicas: Replicas, dim: int, precision: Any, split: Any
+        self, devices: list[torch.device], split: Any, replicas: Replicas, dim: int, precision: Any
     ) -> None:
         """Sets what a forward needs, but for ``module``.
 

@@ -59,7 +59,7 @@ class Replicas:
     Replicas on one device share the values of the parameters, and must not write to them.
 
     ``workers`` runs the replicas of a forward. ``None`` runs them in the threads of
-    :func:`shared_pool`.
+    :func:`shared_pool`. ``bucket_bytes`` is the size of a bucket of gradients.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Replicas:
         *,
         side: SideStreams | None = None,
         workers: Workers | None = None,
+        bucket_bytes: int | None = None,
     ) -> None:
         check_refresh(refresh)
         self._refresh = refresh
@@ -79,7 +80,7 @@ class Replicas:
         )
         self.tree: ModuleTree | None = None
         self.copies = ParameterCopies()
-        self.gradients = GradientBuckets(side)
+        self.gradients = GradientBuckets(side, bucket_bytes)
         self._skeletons: list[Skeletons] = []
         # The state of each compiled replica in this forward. The module itself has an empty one.
         self._turns: list[Skeletons] = []

@@ -11,7 +11,6 @@ entered: activations could not reuse memory that it has allocated. ::
 """
 
 import contextlib
-import contextvars
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,16 +54,6 @@ def wait_for(tensor: torch.Tensor, stream: torch.Stream | None) -> None:
         tensor.record_stream(current)
 
 
-_beside: contextvars.ContextVar[bool] = contextvars.ContextVar("beside", default=False)
-
-
-def on_side_stream() -> bool:
-    """Returns True if this thread runs the work of side streams, also on devices that have no
-    streams.
-    """
-    return _beside.get()
-
-
 # The side streams of all modules of the process. Two modules may share a parameter, whose sums wait
 # for each other.
 _instances: "weakref.WeakValueDictionary[int, SideStreams]" = weakref.WeakValueDictionary()
@@ -104,12 +93,10 @@ class SideStreams:
         ``uses`` live until then.
         """
         sides = {device: self._side_stream(device, stream) for device, stream in computing.items()}
-        token = _beside.set(True)
         try:
             with on_streams(sides):
                 yield
         finally:
-            _beside.reset(token)
             self.expect(computing, sides, uses)
 
     def expect(self, computing: Streams, working: Streams, uses: Sequence[object]) -> None:

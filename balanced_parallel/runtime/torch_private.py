@@ -130,21 +130,6 @@ def accumulator_of(leaf: Tensor) -> Node:
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
-# Returns the node that this thread runs, or None outside of a backward.
-current_node: Callable[[], Node | None] = torch._C._current_autograd_node
-
-# Returns the number of the next node of this thread. An operator makes its node before it runs.
-next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
-
-def number_of(node: Node) -> int:
-    """Returns the number of a node in the order of the forward.
-
-    It tells nodes apart without keeping them.
-    """
-    return int(node._sequence_nr())
-
-
 def current_backward_id() -> int | None:
     """Returns the number of the backward that the calling thread runs, or None outside of one."""
     number = torch._C._current_graph_task_id()
@@ -374,13 +359,6 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS
 backward_hooks_of: Callable[[nn.Module], tuple[HookTable, HookTable]] = attrgetter(
     "_backward_hooks", "_backward_pre_hooks"
 )
-
-
-def shared_id(module: nn.Module) -> int:
-    """Returns a number that a module shares with its shallow copies, such as its replicas: they
-    have the same table of hooks.
-    """
-    return id(module._state_dict_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:

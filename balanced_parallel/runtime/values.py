@@ -9,7 +9,7 @@ import math
 import numbers
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -54,19 +54,6 @@ def format_bytes(count: int) -> str:
         if abs(count) >= UNITS[unit]:
             return f"{count / UNITS[unit]:.2f} {unit}"
     return f"{count} B"
-
-
-def parse_each(capacity: int | str | Sequence[int | str], devices: int) -> tuple[int, ...]:
-    """Returns the number of bytes of each of ``devices`` devices, from one size for all of them, or
-    one per device.
-    """
-    is_list = isinstance(capacity, Iterable) and not isinstance(capacity, str)
-    sizes: list[Any] = [*capacity] if is_list else [capacity] * devices  # type: ignore[misc]
-    if len(sizes) != devices:
-        raise ValueError(
-            f"capacity has {len(sizes)} sizes for {devices} devices, expected one size, or one per device"
-        )
-    return tuple(map(parse_bytes, sizes))
 
 
 # What to write in place of an argument that is gone.

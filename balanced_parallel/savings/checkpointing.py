@@ -193,6 +193,11 @@ def outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:
     return sequentials
 
 
+def has_parts(module: nn.Module) -> bool:
+    """Returns True if :func:`checkpoint_activations` finds something to checkpoint."""
+    return bool(find_blocks(module) or outermost_sequentials(module))
+
+
 def run_checkpointed(
     modules: Sequence[nn.Module],
     function: Callable[..., Any],

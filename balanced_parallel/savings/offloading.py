@@ -27,6 +27,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
@@ -82,6 +83,11 @@ class Host:
         """Returns a saved tensor of a storage that is on the device again."""
         view = torch.empty(0, dtype=saved.dtype, device=loaded.device)
         return view.set_(loaded.untyped_storage(), saved.offset, saved.size, saved.stride)
+
+
+_pinned = Host()
+# The host of this context. A trace sets another one.
+HOST = ContextVar("host", default=_pinned)
 
 
 class Link:
@@ -168,11 +174,8 @@ class Stored:
         return side.record_event()
 
 
-MIN_BYTES = "1MiB"
-
-
 @contextlib.contextmanager
-def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
+def offload_activations(*, min_bytes: int | str = "1MiB") -> Iterator[None]:
     """Moves what the forward saves for the backward to pinned memory of the host, in every replica.
 
     Copies run on a side stream, and the host waits for none. A storage is copied once, however many
@@ -195,7 +198,7 @@ def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
         >>> cluster.moved["sim:0", "cpu"]  # the input and the output of tanh, 4 MiB each
         8388608
     """
-    with Offload(parse_bytes(min_bytes), Host()).surrounding():
+    with Offload(parse_bytes(min_bytes), HOST.get()).surrounding():
         yield
 
 
@@ -318,7 +321,7 @@ def offload_optimizer(optimizer: Optimizer) -> None:
         raise ValueError(
             "the state of this optimizer is on the host already, expected one call of offload_optimizer"
         )
-    HostStep(optimizer, Host())
+    HostStep(optimizer, HOST.get())
 
 
 def is_offloaded(optimizer: Optimizer) -> bool:

@@ -56,34 +56,39 @@ class Saving:
         return bool(self.change_module or self.change_optimizer or self.surround)
 
 
-def find_savings(names: Iterable[str]) -> list[Saving]:
-    """Returns the savings with these names."""
-    savings = {saving.name: saving for saving in SAVINGS}
-    return [savings[name] for name in names]
+class Savings:
+    """The savings of these names, which are applied together."""
 
+    def __init__(self, names: Iterable[str]) -> None:
+        savings = {saving.name: saving for saving in SAVINGS}
+        self._savings = [savings[name] for name in names]
 
-def change_module(module: nn.Module, savings: Iterable[Saving]) -> None:
-    """Applies the savings that change a module."""
-    for saving in savings:
-        if saving.change_module:
-            saving.change_module(module)
+    def change_module(self, module: nn.Module) -> None:
+        """Applies those that change a module."""
+        for saving in self._savings:
+            if saving.change_module:
+                saving.change_module(module)
 
+    def change_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Applies those that change an optimizer."""
+        for optimizer, saving in itertools.product(optimizers, self._savings):
+            if saving.change_optimizer:
+                saving.change_optimizer(optimizer)
 
-def change_optimizers(optimizers: Iterable[Optimizer], savings: Iterable[Saving]) -> None:
-    """Applies the savings that change an optimizer."""
-    for optimizer, saving in itertools.product(optimizers, savings):
-        if saving.change_optimizer:
-            saving.change_optimizer(optimizer)
+    @property
+    def surround(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """What surrounds an update, or None."""
+        has_some = any(saving.surround for saving in self._savings)
+        return self.around_update if has_some else None
 
-
-@contextlib.contextmanager
-def around_update(savings: Iterable[Saving]) -> Iterator[None]:
-    """Applies the savings that surround an update."""
-    with contextlib.ExitStack() as blocks:
-        for saving in savings:
-            if saving.surround:
-                blocks.enter_context(saving.surround())
-        yield
+    @contextlib.contextmanager
+    def around_update(self) -> Iterator[None]:
+        """Applies those that surround an update."""
+        with contextlib.ExitStack() as blocks:
+            for saving in self._savings:
+                if saving.surround:
+                    blocks.enter_context(saving.surround())
+            yield
 
 
 def advice() -> str:

@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tens
 
 from balanced_parallel import Precision, gather
 from balanced_parallel.batch.plan import consecutive, split_sizes
-from balanced_parallel.batch.rows import Arguments, count_rows, cut, move_leaves
+from balanced_parallel.batch.rows import Arguments, Shard, count_rows, cut, move_leaves
 from balanced_parallel.loss.copies import ShardLoss
 from balanced_parallel.memory.trace.fakes import HOME, fake_devices
 from balanced_parallel.memory.trace.layouts import LAYOUTS, SingleDevice
@@ -28,12 +28,12 @@ class TorchDataParallel(SingleDevice):
     name = "torch_data_parallel"
     batch_on_host = True
 
-    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+    def loss(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch."""
-        devices, dim = fake_devices(self.request.devices), self.request.dim
+        devices, (dim, _) = fake_devices(self.request.devices), self.request.batch.dims
         with Precision(self.request.precision).autocast([HOME]):
-            output = gather(run_replicas(self.module, arguments, devices, dim), HOME, dim)
-            loss: Tensor = ShardLoss(self.criterion, 1, output, move_leaves(targets, HOME), {}).call()
+            output = gather(run_replicas(self.module, part.inputs, devices, dim), HOME, dim)
+            loss: Tensor = ShardLoss(self.criterion, 1, output, move_leaves(part.targets.inputs, HOME), {}).call()
             return loss
 
 

@@ -227,7 +227,7 @@ def test_blocks_that_share_buckets_are_traced_by_few_of_them_if_not_one_row_fits
     exact, rough = (candidates.Option((), request, (size,) * 2, 4) for size in (2**30, 2**20))
     assert exact.choose(exact).fits
     assert not rough.choose(rough).fits
-    assert [each.request.small_buckets for each in (exact, rough)] == [False, True]
+    assert [each.request.bucket_bytes for each in (exact, rough)] == [None, 0]
     assert rough.needs() <= exact.needs() <= rough.needs() + 2 * exact.parameters
 
 

@@ -71,6 +71,10 @@ MODELS = {  # devices, relative tolerance, (model, batch, loss), settings
         *(2, 0.02, (matrices, torch.randn(2, 16, 64), nn.MSELoss())),
         {"optimizer": torch.optim.Muon, "balanced_optimizer": True},
     ),
+    "loops over tensors": (  # Adafactor does, also inside of a BalancedOptimizer.
+        *(1, 0.005, (matrices, torch.randn(2, 2, 64), nn.MSELoss())),
+        {"optimizer": torch.optim.Adafactor, "balanced_optimizer": True},
+    ),
     "repeated": (2, 0.02, REPEATED, {"optimizer": torch.optim.SGD, "precision": "bf16"}),
 }
 
@@ -78,7 +82,8 @@ MODELS = {  # devices, relative tolerance, (model, batch, loss), settings
 @released_at_once
 @pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize(
-    "name", slow_but(list(MODELS), "balanced, bf16", "whole parameters", "repeated")
+    "name",
+    slow_but(list(MODELS), "balanced, bf16", "whole parameters", "loops over tensors", "repeated"),
 )
 def test_replicas_equal_the_simulated_peak(name):
     devices, tolerance, (build, batch, loss), settings = MODELS[name]

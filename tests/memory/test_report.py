@@ -16,7 +16,7 @@ from helpers.memory_problems import estimated
 from torch import nn
 
 from balanced_parallel import memory
-from balanced_parallel.memory.report import holders_table
+from balanced_parallel.memory.report import holders_table, parse_each
 from balanced_parallel.runtime.values import format_bytes
 
 REPLICAS = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
@@ -219,3 +219,14 @@ def test_page_draws_the_memory_of_each_device(report, tmp_path):
             "return document.getElementById('memory').data.map(line => Math.max(...line.y))"
         )
     assert peaks == pytest.approx([size / 1024 for size in report.allocated])
+
+
+@pytest.mark.parametrize(
+    "size", [float("nan"), float("inf"), 1.5, True, torch.device("cpu"), [float("nan")]]
+)
+def test_other_capacities_are_named(size):
+    """The error was "'float' object is not iterable"."""
+    with pytest.raises(
+        ValueError, match="is not a memory size, expected a positive number of bytes"
+    ):
+        parse_each(size, 1)

@@ -1,5 +1,6 @@
 """Traces of modules with many equal blocks, compared with traces of all of their blocks."""
 
+import contextlib
 import functools
 
 import pytest
@@ -56,15 +57,15 @@ def request_for(module, rows=6, criterion=MEAN, **settings):
 
 
 def repeated_trace(request):
-    return tracer._trace_repeated(request, request.rows_per_micro_batch)
+    return tracer._trace_repeated(request, -(-request.rows // request.micro_batches))
 
 
 def trace_both(request):
     """Returns the trace from few blocks, and that of all blocks, as tuples of what an estimate reads."""
-    rows = request.rows_per_micro_batch
+    rows = -(-request.rows // request.micro_batches)
     traces = (
         tracer._trace_repeated(request, rows),
-        tracer._trace_whole(request, rows),
+        tracer._trace_whole(request, rows, contextlib.nullcontext()),
     )  # Blocks have one line for both.
     return [
         trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops)

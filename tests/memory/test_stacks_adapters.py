@@ -1,5 +1,7 @@
 """Traces of models with adapters of peft from few blocks, compared with traces of all of their blocks; quantized weights."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -80,10 +82,10 @@ def test_few_blocks_with_adapters_make_the_trace_of_all(name, layout):
     request = make_request(
         problem_of(adapted(name)), device_kind="h200", precision="bf16", **LAYOUTS[layout]
     )
-    rows = request.rows_per_micro_batch
+    rows = -(-request.rows // request.micro_batches)
     traces = (
         tracer._trace_repeated(request, rows),
-        tracer._trace_whole(request, rows),
+        tracer._trace_whole(request, rows, contextlib.nullcontext()),
     )  # Blocks have one line for both.
     repeated, whole = (
         trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops)

@@ -221,7 +221,7 @@ def test_plans_offload_where_less_does_not_fit():
             losses.append(float(step(*sequences(2))))
         assert max(cluster.peak) == pytest.approx(plan.chosen.allocated[0], rel=0.02)
         moved = cluster.moved["sim:0", "cpu"] - before["sim:0", "cpu"]
-        assert "surround: around_update" in repr(step)
+        assert "surround: Savings.around_update" in repr(step)
         assert 2 * moved == pytest.approx(plan.chosen.traffic, rel=0.02)
     plain = build()
     optimizer = sgd(plain)
@@ -246,3 +246,17 @@ def test_a_chunk_has_no_more_rows_than_the_largest_batch(most, chunk):
             max(block.size for block in trace.blocks if block.operator.startswith("aten.new_empty"))
             == chunk * 600 * 4
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"layout": "replicas", "balanced_optimizer": True}, "is an object of type BalancedOptimi"),
+        ({"layout": "fsdp"}, "the parameters are shards of FSDP2"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_offloaded_is_an_error(settings, expected):
+    batch = torch.zeros(4, 4), torch.zeros(4, 4)
+    settings |= {"devices": 2, "device_kind": "sim", "savings": "offload_optimizer"}
+    with pytest.raises(TypeError, match=expected):
+        memory.estimate(nn.Linear(4, 4), nn.MSELoss(), *batch, **settings)

@@ -5,8 +5,9 @@ import functools
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,16 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor  # torch has no public modu
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
 from torch.utils.flop_counter import flop_registry
 
-from ...runtime.streams import on_side_stream
-from ...runtime.torch_private import (
-    current_node,
-    is_sharded,
-    leaves_of_tree,
-    next_number,
-    number_of,
-    shared_id,
-    storage_id,
-)
+from ...runtime.torch_private import is_sharded
+from ...strategies.tracing import SideStreams
 from ..devices import DeviceKind
 from ..operators import (
     IN_PLACE,
@@ -40,6 +33,7 @@ from ..operators import (
     keep_elements,
     selected,
 )
+from .private import current_node, leaves_of_tree, next_number, number_of, shared_id, storage_id
 from .values import Values
 
 _TORCH = f"{torch.__path__[0]}/"
@@ -48,6 +42,23 @@ _HERE = f"{Path(__file__).parents[2]}/"
 _TRACER = str(Path(__file__).with_name("tracer.py"))
 _OPTIMIZERS = (f"{_TORCH}optim", f"{_TORCH}amp")
 _STANDARD_LIBRARY = f"{Path(traceback.__file__).parent}/"
+
+
+_beside: ContextVar[bool] = ContextVar("beside", default=False)
+
+
+class TracedSides(SideStreams):
+    """The side streams of fake devices, which have none. Memory that is allocated there is theirs."""
+
+    @contextmanager
+    def entered(self, computing: Any, uses: Sequence[object]) -> Iterator[None]:
+        """Runs the block as on the side streams."""
+        token = _beside.set(True)
+        try:
+            with super().entered(computing, uses):
+                yield
+        finally:
+            _beside.reset(token)
 
 
 @dataclass(frozen=True)
@@ -296,7 +307,7 @@ class Count(TorchDispatchMode):
 
     def _allocate(self, storage: torch.UntypedStorage, block: Block) -> None:
         key = storage_id(storage)
-        self.blocks.append(dataclasses.replace(block, stream=int(on_side_stream())))
+        self.blocks.append(dataclasses.replace(block, stream=int(_beside.get())))
         self.events.append(len(self.blocks))
         self._live[key] = (weakref.ref(storage, lambda _: self._release(key)), len(self.blocks))
 

@@ -6,11 +6,10 @@ its modules in a trace.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,31 +18,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # torch has no public module of fake tensors
 
-from ...runtime.values import parse_bytes
 from ...savings import linear_cross_entropy
-from ...savings.linear_cross_entropy import Chunks, rows_per_chunk
-from ...savings.offloading import MIN_BYTES, Host, HostStep, Offload, Offloaded
-from ...savings.saving import OFFLOAD, OFFLOAD_OPTIMIZER, Saving, find_savings
+from ...savings.offloading import HOST, Host
 
 
-def traced_savings(names: Iterable[str], host: torch.device | None) -> list[Saving]:
-    """Returns savings for a trace.
-
-    ``host`` is the fake device of the host; without it, nothing is offloaded.
-    """
-    savings = find_savings(names)
-    if host is None:
-        return savings
-    fake = TracedHost(host)
-    doubles = {
-        OFFLOAD: dataclasses.replace(
-            OFFLOAD, surround=lambda: Offload(parse_bytes(MIN_BYTES), fake).surrounding()
-        ),
-        OFFLOAD_OPTIMIZER: dataclasses.replace(
-            OFFLOAD_OPTIMIZER, change_optimizer=lambda each: HostStep(each, fake)
-        ),
-    }
-    return [doubles.get(saving, saving) for saving in savings]
+@contextlib.contextmanager
+def traced_host(device: torch.device) -> Iterator[None]:
+    """Offloads to a fake device in this block."""
+    token = HOST.set(TracedHost(device))
+    try:
+        yield
+    finally:
+        HOST.reset(token)
 
 
 class _Stream(contextlib.nullcontext[None]):
@@ -92,11 +78,12 @@ class TracedHost(Host):
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
 
-    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
+    def restore(self, loaded: Tensor, saved: Any) -> Tensor:
         """Returns a saved tensor as a view: the fake mode keeps every storage that ``set_`` was
         given.
         """
-        return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        view: Tensor = loaded.view(saved.dtype)
+        return view.as_strided(saved.size, saved.stride, saved.offset)
 
 
 @contextlib.contextmanager
@@ -130,12 +117,12 @@ def _one_chunk(
     weight: Tensor,
     target: Tensor,
     factors: Tensor | None,
-) -> Chunks:
+) -> linear_cross_entropy.Chunks:
     """Yields one chunk.
 
     A product with a single result has the operations of all rows: ``products`` with the weight.
     """
-    size = rows_per_chunk(weight.size(1))
+    size = linear_cross_entropy.rows_per_chunk(weight.size(1))
     operations = len(hidden) * weight.numel() * products
     size = min(size, math.ceil(len(hidden) / share)) if share else size
     torch.mm(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 # torch has no public module of fake tensors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ...batch.rows import map_marked
-from ...runtime.torch_private import leaves_of_tree, shared_id
+from ...strategies.tracing import TracedBatch
 from .allocations import Count
+from .private import leaves_of_tree, shared_id
 from .values import is_small
 
 
@@ -72,21 +72,27 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
         return copied.requires_grad_(tensor.requires_grad)
 
 
-def fake_batch(batch: object, mode: FakeTensorMode, device: torch.device, count: Count) -> Any:
-    """Returns a fake copy of a marked batch.
+def fake_batch(
+    batch: TracedBatch,
+    mode: FakeTensorMode,
+    device: torch.device,
+    count: Count,
+) -> TracedBatch:
+    """Returns a fake copy of a batch.
 
-    ``count`` gets the values of small tensors.
+    ``count`` gets its tensors, and the values of small ones.
     """
 
     def fake(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         copied = fake_like(leaf, mode, device)
+        count.see(copied, "inputs")
         if is_small(leaf):
             count.values.add(copied, leaf)
         return copied
 
-    return map_marked(fake, batch)
+    return batch.map(fake)
 
 
 def names_of(modules: Mapping[str, object]) -> dict[int, str]:

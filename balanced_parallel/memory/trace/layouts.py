@@ -13,65 +13,50 @@ depend on each other runs in two passes, or in one, as in :class:`TrainStep`.
 """
 
 import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
-from unittest.mock import patch
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...batch.containers import leaves, map_leaves
-from ...batch.outputs import PerReplica
-from ...batch.plan import split_sizes
-from ...batch.rows import Along, Arguments, count_rows, move_leaves
-from ...loss.copies import Criterion
-from ...loss.coupled import CoupledLoss, WholeLoss
-from ...loss.criterion import DataParallelCriterion
-from ...loss.entries import plain_loss
-from ...loss.kinds import MeansInside
-from ...loss.sums import add_up
-from ...optim.balanced import (
-    BalancedOptimizer,
-    Recipe,
-    assign_owners,
-    is_elementwise,
-    refuse_closures,
-)
-from ...replicas import buckets
-from ...replicas.model import DataParallelModel
-from ...replicas.owners import BucketOwners
-from ...replicas.replicas import Replicas, window
-from ...replicas.workers import run_in_turn
+from ... import BalancedOptimizer, DataParallelCriterion, PerReplica, Precision
 from ...runtime.collectives import world_size
-from ...runtime.streams import SideStreams
-from ...runtime.values import Precision
-from ...strategies.fsdp import shard
+from ...strategies.tracing import (
+    Shard,
+    TracedCriterion,
+    TracedModel,
+    assign_owners,
+    fill,
+    is_elementwise,
+    move_leaves,
+    pieces_of,
+    plain_loss,
+    refuse_closures,
+    shard,
+    window,
+)
 from ..operators import UnknownMemory
-from ..problem import Layout, Request, TracedBatch
+from ..problem import Layout, LossFunction, OptimizerMaker, Request
+from .allocations import TracedSides
 from .fakes import HOME, fake_devices
+from .tracer import groups_of
 
 
 @dataclass(frozen=True)
-class OptimizerChoice:
-    """The optimizer of an update, to be made.
+class OptimizerChoice(OptimizerMaker):
+    """The optimizer of an update, to be made."""
 
-    ``foreach`` selects the multi-tensor kernels, torch's default on a GPU.
-    """
-
-    has_state: ClassVar[bool] = False
     make: Callable[..., Optimizer]
-    foreach: bool
 
     @property
     def plain_make(self) -> Any:
         """The class or the function, without the settings of a ``functools.partial``."""
-        # a partial of a partial is flat
-        return self.make.func if isinstance(self.make, partial) else self.make
+        return partial(self.make).func  # A partial of a partial is flat.
 
     @property
     def name(self) -> str:
@@ -81,7 +66,7 @@ class OptimizerChoice:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of a ``functools.partial``."""
-        return self.make.keywords if isinstance(self.make, partial) else {}
+        return partial(self.make).keywords
 
     @property
     def needs_whole_parameters(self) -> bool:
@@ -100,14 +85,12 @@ class OptimizerChoice:
         if model is None:
             optimizer = self.make(parameters)
             refuse_closures(type(optimizer), "an estimate")
-        elif isinstance(self.plain_make, type):
-            optimizer = BalancedOptimizer(model, self.plain_make, parameters, **self.settings)
-        else:
-            raise TypeError(
-                f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer"
-            )
-        use_kernels([optimizer], self.foreach)
-        return [optimizer]
+            return [optimizer]
+        if isinstance(self.plain_make, type):
+            return [BalancedOptimizer(model, self.plain_make, parameters, **self.settings)]
+        raise TypeError(
+            f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer"
+        )
 
     def state_bytes(self, parameters: Sequence[Tensor]) -> int:
         """Returns about the bytes of state for ``parameters``, from an update of a small one; 0 if
@@ -120,12 +103,9 @@ class OptimizerChoice:
             optimizer.step()
         except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
             return 0
-        states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
-        return (
-            sum(each.nbytes for each in parameters)
-            * sum(each.nbytes for each in states)
-            // small.nbytes
-        )
+        states = optimizer.state[small].values()
+        size = sum(each.nbytes for each in states if isinstance(each, Tensor))
+        return sum(each.nbytes for each in parameters) * size // small.nbytes
 
 
 def inner_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
@@ -135,35 +115,25 @@ def inner_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     ]
 
 
-def groups_of(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:
-    """Yields the groups of parameters of all optimizers."""
-    return (group for optimizer in optimizers for group in optimizer.param_groups)
-
-
-def use_kernels(optimizers: Iterable[Optimizer], foreach: bool) -> None:
-    """Selects the kernels that torch would choose: with ``foreach``, as on a GPU, where Adafactor
-    alone loops over tensors.
+def use_kernels_of_gpus(optimizers: Iterable[Optimizer]) -> None:
+    """Selects the multi-tensor kernels, as torch does on a GPU, where Adafactor alone loops over
+    tensors.
     """
-    others = [
-        optimizer
-        for optimizer in optimizers
-        if foreach and not isinstance(optimizer, torch.optim.Adafactor)
-    ]
+    others = [each for each in optimizers if not isinstance(each, torch.optim.Adafactor)]
     for group in groups_of(others):
         if group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
 
 
-class ExistingOptimizers:
+class ExistingOptimizers(OptimizerMaker):
     """The optimizers of a step with their state, of which a trace has fake copies.
 
     Balanced ones are made anew there.
     """
 
-    has_state: ClassVar[bool] = True
+    has_state = True
 
-    def __init__(self, optimizers: Sequence[Optimizer], foreach: bool) -> None:
-        self.foreach = foreach
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.others = [
             optimizer for optimizer in optimizers if not isinstance(optimizer, BalancedOptimizer)
         ]
@@ -181,10 +151,10 @@ class ExistingOptimizers:
         They are balanced again if there is a model. If there was none, the first becomes one.
         """
         others = [*self.others]
-        recipes = self.recipes
+        recipes: list[Any] = self.recipes
         if model is not None and not recipes:
             first, *others = others
-            recipes = [(Recipe(type(first), first.param_groups, {}), None)]
+            recipes = [((type(first), first.param_groups, {}), None)]
         pieces = set(map(id, parameters))
         for (kind, groups, rest), sharding in recipes:
             if model is not None:
@@ -195,92 +165,20 @@ class ExistingOptimizers:
                 for group in groups
             ]
             others.append(kind([group for group in owned if group["params"]], **rest))
-        inner = inner_optimizers(others)
-        for group in groups_of(inner):
+        for group in groups_of(inner_optimizers(others)):
             if "capturable" in group:
                 group["capturable"] = False  # Torch refuses it for the CPUs of a trace.
-        use_kernels(inner, self.foreach)
         return others
 
 
-class TracedCriterion(DataParallelCriterion):
-    """A :class:`DataParallelCriterion` on fake devices, with the settings of a criterion that may
-    be wrapped.
-
-    The divisor of a criterion that computes means inside takes as much memory as the number of
-    rows. Fake tensors have no values to check.
-    """
-
-    def __init__(self, criterion: Criterion, replicas: Replicas, request: "Request") -> None:
-        like = wrap(criterion)
-        settings = {**like.arguments, "device_ids": None, "output_device": None, "dim": request.dim}
-        if isinstance(like.kind, MeansInside):
-            settings["weight"] = "rows"
-        if like.precision.name == "fp32":
-            settings["precision"] = request.precision
-        super().__init__(like.module, **settings)
-        self.replicas = replicas
-        self.copies = dataclasses.replace(self.copies, replicas=replicas, halves=None)
-
-
-def wrap(criterion: Criterion) -> DataParallelCriterion:
+def wrap(criterion: LossFunction) -> DataParallelCriterion:
     """Returns a criterion that tells the kind of its loss."""
     if isinstance(criterion, DataParallelCriterion):
         return criterion
     return DataParallelCriterion(criterion)
 
 
-def fill(loss: CoupledLoss, rows: int) -> None:
-    """Collects outputs and targets of further rows, on the devices of the last ones, without a
-    forward.
-    """
-
-    def resize(leaf: Any, share: float) -> Any:
-        if not (isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor)):
-            return leaf
-        shape = list(leaf.leaf.shape)
-        shape[leaf.dim] = round(shape[leaf.dim] * share)
-        return Along(leaf.leaf.new_empty(shape), leaf.dim)
-
-    if isinstance(loss, WholeLoss):
-        alongs = [
-            next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along))
-            for piece in loss.pieces
-        ]
-        sizes = [along.leaf.size(along.dim) for along in alongs]
-        last = {along.leaf.device: place for place, along in enumerate(alongs)}
-        for place, count in zip(
-            last.values(), split_sizes(max(rows - sum(sizes), 0), len(last)), strict=True
-        ):
-            share = count / max(sizes[place], 1)
-            loss.pieces.append(map_leaves(partial(resize, share=share), loss.pieces[place]))
-
-
-T = TypeVar("T")
 P = TypeVar("P", bound=Tensor)
-
-
-def run_in_this_thread(
-    work: Sequence[Callable[[], T]],
-    devices: Sequence[torch.device],
-    *,
-    together: bool = True,
-) -> list[T]:
-    """Runs replicas one after the other: a fake mode belongs to one thread.
-
-    In an exchange, each receives its own values.
-    """
-    return run_in_turn(work, devices, lambda index, value: [value] * len(work))
-
-
-class TracedModel(DataParallelModel):
-    """A :class:`DataParallelModel` of a fake module on fake devices."""
-
-    def __init__(self, module: nn.Module, replicas: Replicas, request: Request) -> None:
-        nn.Module.__init__(self)
-        devices = fake_devices(request.devices)
-        self._set_up(devices, replicas, request.dim, request.precision, request.split)
-        self.module = module
 
 
 class SingleDevice(Layout):
@@ -290,9 +188,8 @@ class SingleDevice(Layout):
     """
 
     name = "single"
-    replicas: Sequence[Replicas] = ()  # The model has one, and the criterion.
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
         self.request = request
         self.module = module
         self.criterion = criterion
@@ -300,17 +197,10 @@ class SingleDevice(Layout):
         self.parameters = list(nn.ModuleList(parts).parameters())
         self.buckets = []
         self.optimizers = [] if request.mode == "evaluate" else self.make_optimizers()
-
-    @classmethod
-    def traffic(
-        cls, request: Request, parameters: int, devices: int, micro_batches: int, reductions: int
-    ) -> int:
-        """Returns the bytes of a reduce-scatter and an all-gather, or those that the first device
-        sends to the others and receives from them.
-        """
-        moved = 2 * (devices - 1) * parameters
-        is_ring = request.balanced or cls.is_distributed
-        return 2 * moved // devices if is_ring else moved
+        self.inner_optimizers = inner_optimizers(self.optimizers)
+        if request.kind.like_cuda:
+            use_kernels_of_gpus(self.inner_optimizers)
+        self.autocast = partial(Precision(request.precision).autocast, [HOME])
 
     def make_optimizers(self) -> list[Optimizer]:
         """Makes the optimizers of the request."""
@@ -318,49 +208,45 @@ class SingleDevice(Layout):
             self.parameters, self.module if self.request.balanced else None
         )
 
-    def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
+    def loss(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch."""
-        with Precision(self.request.precision).autocast([HOME]):
-            (output,) = self.outputs(arguments)
-            return plain_loss(self.criterion, output, move_leaves(targets, None))
+        with self.autocast():
+            (output,) = self.outputs(part)
+            return plain_loss(self.criterion, output, move_leaves(part.targets.inputs, None))
 
-    def evaluate(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
+    def evaluate(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
-        if not self.request.couples_rows:
-            return self.loss(arguments, targets)
-        total: Tensor = self.coupled_criterion()(self.outputs(arguments), *targets)
-        return total
+        return self.loss_of_replicas(part) if self.request.couples_rows else self.loss(part)
 
-    def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
+    def loss_of_replicas(self, part: Shard) -> Tensor:
+        """Runs the forward of one micro-batch, and the criterion of this package."""
+        return self.coupled_criterion()(self.outputs(part), *part.targets.inputs)
+
+    def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
         if not self.request.couples_rows:
-            return [partial(self.loss, *micro_batch) for micro_batch in micro_batches]
+            return [partial(self.loss, part) for part in micro_batches]
         if world_size() > 1:
             raise UnknownMemory(
                 "the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'"
             )
-        with Precision(self.request.precision).autocast([HOME]):
+        with self.autocast():
             criterion = self.coupled_criterion()
             loss = criterion.kind.loss(criterion.copies, HOME, is_split=True)
             if self.request.micro_batches > 1:  # This is the first of two passes.
                 with torch.no_grad():
-                    for arguments, targets in micro_batches:
-                        loss.collect(criterion.cut(self.outputs(arguments), targets, {}))
+                    for part in micro_batches:
+                        loss.collect(self._calls(criterion, part))
                     fill(loss, self.request.rows_of_update)
                 loss.differentiate(None)
-        return [
-            partial(self._coupled_loss, criterion, loss, *micro_batch)
-            for micro_batch in micro_batches
-        ]
+        return [partial(self._coupled_loss, criterion, loss, part) for part in micro_batches]
 
-    def _coupled_loss(
-        self,
-        criterion: DataParallelCriterion,
-        loss: CoupledLoss,
-        arguments: Arguments,
-        targets: tuple[Any, ...],
-    ) -> Tensor:
-        calls = criterion.cut(self.outputs(arguments), targets, {})
+    def _calls(self, criterion: DataParallelCriterion, part: Shard) -> Any:
+        """Runs the forward of one micro-batch. Returns the calls of the criterion."""
+        return criterion.cut(self.outputs(part), part.targets.inputs, {})
+
+    def _coupled_loss(self, criterion: DataParallelCriterion, loss: Any, part: Shard) -> Tensor:
+        calls = self._calls(criterion, part)
         if self.request.micro_batches > 1:
             sums = loss.hand_back(calls)
         else:
@@ -368,66 +254,20 @@ class SingleDevice(Layout):
             fill(loss, self.request.rows_of_update)
             loss.differentiate(None)
             sums = loss.hand_back_parts(parts)
-        return add_up([each.total for each in sums], HOME)
+        totals: list[Tensor] = [each.total.to(HOME) for each in sums]
+        return functools.reduce(torch.add, totals)
 
     def coupled_criterion(self) -> DataParallelCriterion:
         """Returns the criterion on fake devices."""
-        return TracedCriterion(self.criterion, Replicas(workers=run_in_this_thread), self.request)
+        request = self.request
+        return TracedCriterion(wrap(self.criterion), request.batch.dims[1], request.precision)
 
-    def outputs(self, arguments: Arguments) -> PerReplica:
+    def outputs(self, part: Shard) -> PerReplica:
         """Runs the forward of one micro-batch. Returns an output per replica."""
-        with Precision(self.request.precision).autocast([HOME]):
-            plain = move_leaves(arguments, None)
+        with self.autocast():
+            plain = move_leaves(part.inputs, None)
             output = self.module(*plain.inputs, **plain.kwargs)
-        return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
-
-    def close(self) -> None:
-        """Ends the process group of the layout, if it has one."""
-
-    def inner_optimizers(self) -> list[Optimizer]:
-        """Returns the optimizers of torch."""
-        return inner_optimizers(self.optimizers)
-
-    def copies(self) -> Iterator[Tensor]:
-        """Yields the copies of the parameters on other devices."""
-        return copies_of(self.replicas)
-
-    def gradients(self) -> Iterator[Tensor | None]:
-        """Yields every gradient that exists, those that the replicas hold too."""
-        return gradients_of(self.parameters, self.replicas, self.optimizers)
-
-
-def gradients_of(
-    parameters: Iterable[Tensor],
-    replicas: Iterable[Replicas],
-    optimizers: Sequence[Optimizer],
-) -> Iterator[Tensor | None]:
-    """Yields the gradients of parameters, of what optimizers update in their place, and those that
-    replicas hold.
-    """
-    updated = [
-        parameter
-        for group in groups_of(inner_optimizers(optimizers))
-        for parameter in group["params"]
-    ]
-    yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
-    for each in replicas:
-        for bucket in each.gradients.buckets:
-            for gradients in bucket.held.values():
-                yield from gradients.values()
-
-
-def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
-    """Yields the copies of the parameters on other devices."""
-    for each in replicas:
-        for tensors in each.copies.by_device.values():
-            yield from tensors
-
-
-def buckets_of(request: Request) -> AbstractContextManager[object]:
-    """Gives each gradient a bucket of its own, if the request has ``small_buckets``."""
-    size = 0 if request.small_buckets else buckets.BUCKET_BYTES
-    return patch.object(buckets, "BUCKET_BYTES", size)
+        return PerReplica([output], [len(part.rows or ())], self.request.batch.dims[0])
 
 
 class ReplicaLayout(SingleDevice):
@@ -435,52 +275,51 @@ class ReplicaLayout(SingleDevice):
 
     name = "replicas"
     batch_on_host = True
+    loss = SingleDevice.loss_of_replicas
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
+        dim, dim_of_targets = request.batch.dims
         # Gradients on devices with streams live until another stream has read them.
-        sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
-        self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
-        self.parallel_criterion = TracedCriterion(criterion, self.replicas[1], request)
-        with buckets_of(request):
-            super().__init__(request, TracedModel(module, self.replicas[0], request), criterion)
+        make_side = TracedSides if request.kind.like_cuda else lambda: None
+        size = request.bucket_bytes
+        model = TracedModel(
+            module,
+            fake_devices(request.devices),
+            request.split,
+            dim,
+            request.precision,
+            side=make_side(),
+            bucket_bytes=size,
+        )
+        self.parallel_criterion = TracedCriterion(
+            wrap(criterion), dim_of_targets, request.precision, side=make_side(), bucket_bytes=size
+        )
+        self.replicas = [model.replicas, self.parallel_criterion.replicas]
+        super().__init__(request, model, criterion)
 
     @classmethod
     def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
         """Yields the pieces of the parameters by bucket and owner."""
         if request.devices > 1:
             owners = fake_devices(request.devices if request.balanced else 1)
-            with buckets_of(request):
-                all_buckets = buckets.make_buckets(trained(request.module.parameters()))
-            for bucket in all_buckets:
-                parts: list[dict[torch.device, Tensor]] = [
-                    dict.fromkeys(owners, parameter) for parameter in bucket.parameters
-                ]
-                for piece in BucketOwners(bucket.parameters, parts).pieces:
-                    yield (piece.index == 0, piece.owner, piece.values.numel()), piece.parameter()
+            parameters = trained(request.module.parameters())
+            yield from pieces_of(parameters, owners, request.bucket_bytes)
 
     def coupled_criterion(self) -> DataParallelCriterion:
         """Returns the criterion on fake devices."""
         return self.parallel_criterion
 
-    def outputs(self, arguments: Arguments) -> Any:
+    def outputs(self, part: Shard) -> Any:
         """Runs the forward of one micro-batch."""
-        return self.module(*arguments.inputs, **arguments.kwargs)
-
-    def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
-        """Runs the forward of one micro-batch."""
-        total: Tensor = self.parallel_criterion(self.outputs(arguments), *targets)
-        return total
+        return self.module(*part.inputs.inputs, **part.inputs.kwargs)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Leaves gradients with the replicas."""
         return window(self.module, self.parallel_criterion, deferred=True)
 
-    @contextlib.contextmanager
-    def window(self) -> Iterator[None]:
+    def window(self) -> AbstractContextManager[None]:
         """Refreshes the copies of the parameters once."""
-        window_of_step = window(self.module, self.parallel_criterion, in_step=True)
-        with buckets_of(self.request), window_of_step:
-            yield
+        return window(self.module, self.parallel_criterion, in_step=True)
 
 
 class DDP(SingleDevice):
@@ -495,7 +334,7 @@ class DDP(SingleDevice):
     name = "ddp"
     is_distributed = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
         super().__init__(request, module, criterion)
         self._views: dict[Tensor, Tensor] = {}
         is_reduced = request.devices > 1 and request.mode == "train"
@@ -547,7 +386,7 @@ class FSDP(SingleDevice):
     is_distributed = True
     is_sharded = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -576,7 +415,12 @@ class FSDP(SingleDevice):
 
     @classmethod
     def traffic(
-        cls, request: Request, parameters: int, devices: int, micro_batches: int, reductions: int
+        cls,
+        request: Request,
+        parameters: int,
+        devices: int,
+        micro_batches: int,
+        reductions: int,
     ) -> int:
         """Returns the bytes of the parameters that are gathered, and of the gradients."""
         gathered = parameters // 2 if request.precision == "bf16" else parameters

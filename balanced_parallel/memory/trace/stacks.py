@@ -27,7 +27,6 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor, nn
 
-from ...runtime.torch_private import children_of, parameters_of
 from ..problem import Request
 from .allocations import Block, Trace
 
@@ -50,7 +49,7 @@ class Stack:
     @contextlib.contextmanager
     def cut(self, count: int) -> Iterator[None]:
         """Leaves only ``count`` of the blocks in the container, until the end of the block."""
-        children = children_of(self.container)
+        children = self.container._modules  # No public function returns a dictionary to change.
         with patch.dict(children):
             for name in list(children)[self.start + count : self.start + self.length]:
                 del children[name]
@@ -88,10 +87,11 @@ def find_stack(module: nn.Module) -> Stack | None:
 
 def _owners(module: nn.Module) -> collections.Counter[int]:
     """Counts the modules that own each parameter, by id."""
-    parameters = (
-        parameter for part in module.modules() for parameter in parameters_of(part).values()
+    return collections.Counter(
+        id(parameter)
+        for part in module.modules()
+        for _, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
     )
-    return collections.Counter(id(parameter) for parameter in parameters if parameter is not None)
 
 
 def _count_equal(blocks: Sequence[nn.Module], owners: Mapping[int, int]) -> int:

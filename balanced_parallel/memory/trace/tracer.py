@@ -32,23 +32,17 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 )
 from torch.optim import Optimizer
 
-from ...batch.containers import leaves
-from ...batch.rows import Arguments, Batch, move_leaves
-from ...runtime.torch_private import leaves_of_tree
-from ...savings.saving import Saving, around_update, change_module, change_optimizers
+from ...savings.saving import Savings
+from ...strategies.tracing import Shard, TracedBatch
 from ..operators import HINT, KERNELS, UnknownMemory, autograd_kernels, cuda_choices
-from ..problem import Layout, Request, TracedBatch
+from ..problem import Layout, Request
 from . import fakes
 from .allocations import Count, Trace
-from .doubles import one_chunk, traced_savings
+from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
-from .stacks import (
-    NotRepeating,
-    entries_of,
-    extend,
-    find_repeated,
-    replace_entries,
-)
+from .private import leaves_of_tree
+from .stacks import NotRepeating, entries_of, extend, find_repeated, replace_entries
+from .values import is_small
 
 # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 TRACED = 3
@@ -228,11 +222,8 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | str:
         return f"{prefix}{error}".splitlines()[0]
 
 
-_UNCUT = nullcontext()
-
-
 def _trace(request: Request, rows: int) -> Trace:
-    trace = _trace_repeated(request, rows) or _trace_whole(request, rows)
+    trace = _trace_repeated(request, rows) or _trace_whole(request, rows, nullcontext())
     return dataclasses.replace(trace, events=_ordered(trace.events))
 
 
@@ -276,7 +267,7 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
 def _trace_whole(
     request: Request,
     rows: int,
-    cut: contextlib.AbstractContextManager[object] = _UNCUT,
+    cut: contextlib.AbstractContextManager[object],
 ) -> Trace:
     """Traces the module, or the module with only some blocks of a stack.
 
@@ -289,15 +280,15 @@ def _trace_whole(
         )
     request = dataclasses.replace(request, optimizer=optimizer)
     host = host_of(request.devices)
-    savings = traced_savings(request.savings, host if request.kind.like_cuda else None)
+    savings = Savings(request.savings)
     with fakes.undisturbed():
-        change_module(module, savings)
+        savings.change_module(module)
         count = Count(
             fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar
         )
         place = host if request.layout.batch_on_host else HOME
-        whole = request.with_rows(rows * request.micro_batches)
-        batch = fakes.fake_batch((whole.inputs, whole.targets), mode, place, count)
+        whole = request.batch.resized(rows * request.micro_batches, is_small)
+        batch = fakes.fake_batch(whole, mode, place, count)
         with (
             fakes.devices_that_mix(),
             fakes.rows_of_one_sequence(),
@@ -306,6 +297,7 @@ def _trace_whole(
             ),
             autograd_kernels(KERNELS),
             cuda_choices(request.kind.is_gpu) if request.kind.like_cuda else nullcontext(),
+            traced_host(host) if request.kind.like_cuda else nullcontext(),
             mode,
             _unknown_memory(count),
         ):
@@ -327,20 +319,14 @@ def _run(
     criterion: Any,
     batch: TracedBatch,
     rows: int,
-    savings: list[Saving],
+    savings: Savings,
 ) -> None:
-    arguments, targets = batch
-    count.see_all((leaf for _, leaf in leaves(move_leaves(batch, None))), "inputs")
     modules = nn.ModuleList(part for part in (module, criterion) if isinstance(part, nn.Module))
     is_sharded = request.layout.is_sharded
     if not is_sharded:
         count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
-    whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
-    pieces = [
-        (shard.inputs, shard.targets.inputs)
-        for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)
-    ]
-    micro_batches = pieces[:TRACED]
+    plan = batch.plan([HOME], None, rows, int)
+    micro_batches = [shard for (shard,) in itertools.islice(plan, TRACED)]
     with (
         count,
         fakes.counting_resizes(count),
@@ -350,9 +336,9 @@ def _run(
         # Whole parameters are released before the first update.
         with count.paused() if is_sharded else nullcontext():
             layout = request.layout(request, module, criterion)
-        change_optimizers(layout.optimizers, savings)
-        count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
         try:
+            savings.change_optimizers(layout.optimizers)
+            count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
             # The first update makes the state of the optimizer.
             for generation, (name, update) in enumerate(
                 (("first", micro_batches[:1]), ("second", micro_batches))
@@ -363,28 +349,23 @@ def _run(
                 if request.mode == "evaluate":
                     _evaluate(layout, count, modules, update)
                     continue
-                with around_update(savings), layout.window():
+                with savings.around_update(), layout.window():
                     _update(layout, count, update)
                 if request.kind.like_cuda:
-                    _move_counts(layout.inner_optimizers(), count, host_of(request.devices))
+                    _move_counts(layout.inner_optimizers, count, host_of(request.devices))
         finally:
             layout.close()
 
 
-def _evaluate(
-    layout: Layout,
-    count: Count,
-    modules: nn.Module,
-    micro_batches: list[TracedBatch],
-) -> None:
+def _evaluate(layout: Layout, count: Count, modules: nn.Module, micro_batches: list[Shard]) -> None:
     modules.eval()
     with torch.no_grad():
         for micro_batch in micro_batches:
-            layout.evaluate(*micro_batch)
-            count.see_all(layout.copies(), "parameters")
+            layout.evaluate(micro_batch)
+            count.see_all(copies_of(layout.replicas), "parameters")
 
 
-def _update(layout: Layout, count: Count, micro_batches: list[TracedBatch]) -> None:
+def _update(layout: Layout, count: Count, micro_batches: list[Shard]) -> None:
     count.see_all(layout.buckets, "communication buckets")
     layout.zero_grad()
     losses = layout.losses(micro_batches)
@@ -393,16 +374,48 @@ def _update(layout: Layout, count: Count, micro_batches: list[TracedBatch]) -> N
         with layout.accumulating() if losses else nullcontext():
             loss = compute()
             count.turn("temporaries", "saved activations")
-            count.see_all(layout.copies(), "parameters")
+            count.see_all(copies_of(layout.replicas), "parameters")
             count.mark("backward")
             loss.backward()
-            count.see_all(layout.gradients(), "gradients")
+            count.see_all(_gradients(layout), "gradients")
             del loss, compute
     count.mark("update")
-    _refuse_merges(layout.optimizers, layout.gradients())
+    _refuse_merges(layout.optimizers, _gradients(layout))
     for optimizer in layout.optimizers:
         optimizer.step()
-    count.see_all(states_of(layout.inner_optimizers()), "optimizer state")
+    count.see_all(states_of(layout.inner_optimizers), "optimizer state")
+
+
+def copies_of(replicas: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the copies of the parameters on other devices."""
+    for each in replicas:
+        for tensors in each.copies.by_device.values():
+            yield from tensors
+
+
+def gradients_of(
+    parameters: Iterable[Tensor],
+    replicas: Iterable[Any],
+    optimizers: Iterable[Optimizer],
+) -> Iterator[Tensor | None]:
+    """Yields the gradients of parameters, of what optimizers of torch update in their place, and
+    those that replicas hold.
+    """
+    updated = [parameter for group in groups_of(optimizers) for parameter in group["params"]]
+    yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
+    for each in replicas:
+        for bucket in each.gradients.buckets:
+            for gradients in bucket.held.values():
+                yield from gradients.values()
+
+
+def _gradients(layout: Layout) -> Iterator[Tensor | None]:
+    return gradients_of(layout.parameters, layout.replicas, layout.inner_optimizers)
+
+
+def groups_of(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:
+    """Yields the groups of parameters of all optimizers."""
+    return (group for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> Iterator[object]:

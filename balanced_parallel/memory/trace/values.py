@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...runtime.torch_private import leaves_of_tree, map_tensors, storage_id
 from ..operators import READS
+from .private import leaves_of_tree, map_tensors, storage_id
 
 KNOWN = 1024  # elements of an input; results have at most its square
 
@@ -79,8 +79,10 @@ class Values:
 
     def _forget(self, tree: object) -> None:
         """Forgets the values of tensors, and of all that share their storage."""
-        written = {_storage(leaf) for leaf in _tensors(tree) if leaf in self._real}
-        for fake in [fake for fake in self._real if _storage(fake) in written]:
+        written = {
+            storage_id(leaf.untyped_storage()) for leaf in _tensors(tree) if leaf in self._real
+        }
+        for fake in [fake for fake in self._real if storage_id(fake.untyped_storage()) in written]:
             del self._real[fake]
 
     def _compute(
@@ -94,10 +96,6 @@ class Values:
 
         with _disable_current_modes():
             return func(*map_tensors(value, args), **map_tensors(value, kwargs))
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage_id(tensor.untyped_storage())
 
 
 def _tensors(tree: object) -> list[Tensor]:
