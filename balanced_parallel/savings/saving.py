@@ -77,7 +77,7 @@ class Savings:
 
     @property
     def surround(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """What surrounds an update, or None."""
+        """The block around an update, or None."""
         has_some = any(saving.surround for saving in self._savings)
         return self.around_update if has_some else None
 
