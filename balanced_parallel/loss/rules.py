@@ -220,7 +220,7 @@ def arguments_of(
         ) from None
 
 
-def _as_tensor(value: Any) -> str:
+def _as_tensor(value: object) -> str:
     """Returns what to write in place of a value that is no tensor."""
     if isinstance(value, Mapping) and value:
         entry = next(iter(value))

@@ -74,13 +74,13 @@ _INSTEAD = {
 }
 
 
-def _check_norm(name: str, norm: Any) -> None:
+def _check_norm(name: str, norm: object) -> None:
     is_positive = isinstance(norm, (int, float)) and norm > 0
     if norm is True or not (norm is None or is_positive):
         raise ValueError(f"{name}={norm!r}, expected a positive number, or None for no limit")
 
 
-def _check_surround(name: str, surround: Any) -> None:
+def _check_surround(name: str, surround: object) -> None:
     is_block = isinstance(surround, AbstractContextManager)  # It would run once.
     if is_block or not (surround is None or callable(surround)):
         raise TypeError(
@@ -235,7 +235,7 @@ class TrainStep:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             """Raises ``AttributeError``, which says what replaces a call of a loop by hand."""
             if name in _INSTEAD:
                 raise AttributeError(f"a TrainStep has no {name}(): {_INSTEAD[name]}")
@@ -612,7 +612,9 @@ def _warn_of_hooks(model: ParallelModel) -> None:
         )
 
 
-def _check_arguments(criterion: Any, micro_batch_size: Any, cut: Any, reproducible: Any) -> None:
+def _check_arguments(
+    criterion: object, micro_batch_size: object, cut: object, reproducible: Any
+) -> None:
     """Raises ``TypeError`` for a criterion of another kind, ``ValueError`` for settings out of
     their range.
     """
