@@ -613,7 +613,7 @@ def _warn_of_hooks(model: ParallelModel) -> None:
 
 
 def _check_arguments(
-    criterion: object, micro_batch_size: object, cut: object, reproducible: Any
+    criterion: object, micro_batch_size: object, cut: Any, reproducible: Any
 ) -> None:
     """Raises ``TypeError`` for a criterion of another kind, ``ValueError`` for settings out of
     their range.
