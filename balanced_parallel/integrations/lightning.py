@@ -5,17 +5,19 @@ Lightning keeps its loop and its hooks, and a :class:`TrainStep` makes the gradi
 
     training_step      that of the module runs on each shard, forward and backward. After the last
                        batch of a window, gradients are those of the update
-    zero_grad          left out: the TrainStep clears gradients itself
+    zero_grad          that of the module runs before: the TrainStep clears gradients itself
     backward           nothing is left to do
     optimizer_step     that of Lightning: clipping, scaler, optimizer, schedulers
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from torchmetrics import Metric
 
 from ..batch.outputs import PerReplica, detach_outputs, join
@@ -33,7 +35,7 @@ from ..runtime.devices import DeviceLike, resolve_devices
 from ..strategies.ddp import DistributedModel
 from ..training.step import TrainStep
 
-Output = dict[str, Any]  # The result of training_step, with the loss.
+Output = dict[str, Any]  # The result of training_step, without the loss.
 Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
 
 
@@ -57,17 +59,16 @@ class StepTask(nn.Module):
         module = self.module if torch.is_grad_enabled() else twin(self.module)
         updates = count_updates(module)
         logged: Logged = []
-        output = run(module, inputs, logged)
+        loss, output = run(module, inputs, logged)
         if current_replica() and updates != count_updates(module):
             raise TypeError(
                 "training_step updates a torchmetrics.Metric, of which each replica has a copy, expected none with several "
                 "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
             )
-        loss = output.get("loss")
         logged = [
             (name, None if is_loss(value, loss) else value, *more) for name, value, *more in logged
         ]
-        return StepResult(loss, (count_rows(inputs) or 1, {**output, "loss": None}, logged))
+        return StepResult(loss, (count_rows(inputs) or 1, output, logged))
 
 
 class StepLoss(nn.Module):
@@ -81,11 +82,26 @@ class StepLoss(nn.Module):
 
     def forward(self, result: StepResult) -> Any:
         """Returns the loss of a shard."""
-        return result.loss if result.loss is None else result.loss * self.scale
+        return result.loss * self.scale
 
 
-def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> Output:
-    """Calls ``training_step``. Values that it logs are kept: Lightning gets them after the update."""
+class NoLoss(Exception):
+    """Ends an update: ``training_step`` has returned None, or a mapping without a loss."""
+
+
+def in_columns(module: Any, inputs: tuple[Any, ...], old: type, new: type) -> tuple[Any, ...]:
+    """Returns a batch in another container, if it has a column for each entry of the samples."""
+    collate = getattr(module.trainer.train_dataloader, "collate_fn", None)
+    if collate is default_collate and inputs and type(inputs[0]) is old:
+        return new(inputs[0]), *inputs[1:]
+    return inputs
+
+
+def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> tuple[Any, Output]:
+    """Calls ``training_step``. Returns the loss, and its other results.
+
+    Values that it logs are kept: Lightning gets them after the update.
+    """
 
     def log(name: str, value: Any, *positional: object, **settings: object) -> None:
         logged.append((name, value, positional, settings))
@@ -96,16 +112,21 @@ def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> Output:
             vars(part)["_device"] = device
     vars(module)["log"] = log
     try:
-        output = module.training_step(*inputs)
+        output = module.training_step(*in_columns(module, inputs, tuple, list))
     finally:
         del vars(module)["log"]
-    return output if isinstance(output, dict) else {"loss": output}
+    if not isinstance(output, Mapping):
+        return output, {}
+    others = dict(output)
+    return others.pop("loss", None), others
 
 
 def is_loss(value: object, loss: Any) -> bool:
     """Returns True if a logged value is that of the loss."""
+    if not isinstance(loss, Tensor):
+        return False
     if isinstance(value, Tensor):
-        return isinstance(loss, Tensor) and value.data_ptr() == loss.data_ptr()
+        return value.data_ptr() == loss.data_ptr()
     return type(value) is float and str(value) == str(loss.item())
 
 
@@ -157,6 +178,11 @@ class ExactSteps(Strategy):
         self._step: TrainStep | None = None
         self._loss = StepLoss()
         module: Any = self.lightning_module
+        devices = self.replica_devices or [self.root_device]
+        # One device alone may run any loop.
+        self._is_by_hand = not module.automatic_optimization and len(devices) * world_size() == 1
+        if self._is_by_hand:
+            return
         if not module.automatic_optimization or module._compiler_ctx is not None:
             raise TypeError(
                 f"{type(module).__name__} is compiled, or has automatic_optimization=False, expected neither: compile a part of "
@@ -166,10 +192,11 @@ class ExactSteps(Strategy):
         self._replicas = (
             DistributedModel(task, self.root_device, None)
             if world_size() > 1
-            else DataParallelModel(task, self.replica_devices or [self.root_device])
+            else DataParallelModel(task, devices)
         )
         self._replicas.register_forward_hook(self._keep_results)
         # Lightning calls it between forward and backward, and a TrainStep clears itself.
+        self._zero_grad = module.optimizer_zero_grad
         vars(module)["optimizer_zero_grad"] = lambda *arguments: None
 
     def _make_step(self, inputs: tuple[object, ...], *, is_split: bool) -> TrainStep:
@@ -179,19 +206,34 @@ class ExactSteps(Strategy):
         if is_split:
             task = StepTask(twin(self.lightning_module).eval())
             row = move_leaves(take(inputs, range(1)), self.root_device)
-            criterion.learn(ShardLoss(lambda *row: task(row).loss, 1, row, (), {}))
+            with suppress(TypeError):  # It may have no loss.
+                criterion.learn(ShardLoss(lambda *row: task(row).loss, 1, row, (), {}))
         optimizer = NoOptimizer(self.lightning_module.parameters(), {})
         return TrainStep(self._replicas, criterion, optimizer)
 
     def _keep_results(self, model: nn.Module, inputs: object, outputs: PerReplica) -> None:
+        results = [result.rest for result in detach_outputs(outputs, None)]
         if torch.is_grad_enabled():
-            self._results += [result.rest for result in detach_outputs(outputs, None)]
+            self._results += results
+        without = sum(result.loss is None for result in outputs)
+        if not without:
+            return
+        batches = self.lightning_module.trainer.accumulate_grad_batches
+        if without < len(outputs) or batches > 1:
+            raise TypeError(
+                f"training_step returned no loss for {without} of {len(outputs)} shards of a batch, with "
+                f"accumulate_grad_batches={batches}, expected a loss for each, or for none and accumulate_grad_batches=1"
+            )
+        self._results = results
+        raise NoLoss
 
-    def training_step(self, *inputs: object, **settings: object) -> Output:
+    def training_step(self, *inputs: object, **settings: object) -> Output | None:
         """Makes the gradients of a batch, after the last one those of the update.
 
         Returns the result of the module. Its loss is that of the update then, and zero before.
         """
+        if self._is_by_hand:
+            return super().training_step(*inputs, **settings)
         module: Any = self.lightning_module
         batches = module.trainer.accumulate_grad_batches
         is_split = batches * len(self._replicas.devices) * world_size() > 1
@@ -199,6 +241,10 @@ class ExactSteps(Strategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.scale(loss + 1)
         before = len(self._results)
+        if module.trainer.fit_loop.batch_idx % batches == 0:
+            self._clear_gradients(module)
+        # The entries of a list may be rows.
+        inputs = in_columns(module, inputs, list, tuple)
         is_last = not module.trainer.fit_loop._should_accumulate()
         try:
             with self.precision_plugin.train_step_context():
@@ -208,6 +254,11 @@ class ExactSteps(Strategy):
                     loss = step((inputs,)) / scale
                 else:
                     step.add((inputs,))
+        except NoLoss:
+            vars(self._replicas).pop("noting", None)  # It has seen a forward without sums.
+            output = self._results[0][1]
+            self._log(loss)
+            return output or None
         except UnknownMeanError as error:
             error.add_note(
                 "In a LightningModule, set automatic_optimization=False, and call a TrainStep with such a criterion in "
@@ -221,6 +272,19 @@ class ExactSteps(Strategy):
         # Lightning divides it by the number of batches, and runs its backward.
         result["loss"] = (loss * batches).requires_grad_()
         return result
+
+    def _clear_gradients(self, module: Any) -> None:
+        """Calls the hook of the module at the beginning of a window."""
+        optimizer = self.optimizers[0]
+        self._zero_grad(module.current_epoch, module.trainer.fit_loop.batch_idx, optimizer)
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        if any(parameter.grad is not None and parameter.grad.any() for parameter in parameters):
+            raise ValueError(
+                f"optimizer_zero_grad of {type(module).__name__} leaves gradients, expected that it clears them: accumulate over "
+                "batches with accumulate_grad_batches"
+            )
 
     def _log(self, loss: Tensor) -> None:
         """Logs the values of each shard, and that of the update for a loss."""
@@ -251,6 +315,19 @@ class BalancedStrategy(ExactSteps, SingleDeviceStrategy):
     def __init__(self, device_ids: Sequence[DeviceLike] | None = None, **settings: object) -> None:
         self.replica_devices = resolve_devices(device_ids)
         super().__init__(self.replica_devices[0], **settings)
+
+    @property
+    def parallel_devices(self) -> None:
+        """Lightning sets the devices of its Trainer, if there are none."""
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        counts = 1, self.accelerator.auto_device_count(), len(self.replica_devices)
+        if len(devices) not in counts:
+            raise ValueError(
+                f"Trainer(devices=...) has {len(devices)} devices, expected none given, as BalancedStrategy has "
+                f"{len(self.replica_devices)}: write BalancedStrategy(device_ids)"
+            )
 
 
 class BalancedDDPStrategy(ExactSteps, DDPStrategy):

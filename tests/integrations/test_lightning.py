@@ -212,11 +212,6 @@ class WithClosure(Classifier):
         return torch.optim.LBFGS(self.head.parameters())
 
 
-class WithoutLoss(Classifier):
-    def training_step(self, batch, batch_idx):
-        return None
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -226,7 +221,6 @@ class WithoutLoss(Classifier):
         (Manual, "has automatic_optimization=False, expected neither"),
         (lambda: torch.compile(Classifier(), backend="eager"), "is compiled"),
         (WithClosure, "LBFGS evaluates the loss several times per step"),
-        (WithoutLoss, "returned None, expected a loss"),
     ],
 )
 def test_what_is_refused(make, message):
