@@ -12,6 +12,7 @@ Lightning keeps its loop and its hooks, and a :class:`TrainStep` makes the gradi
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -86,13 +87,14 @@ class StepLoss(nn.Module):
 
 
 class NoLoss(Exception):
-    """Ends an update: ``training_step`` has returned None, or a mapping without a loss."""
+    """Ends an update with what ``training_step`` has returned: None, or no loss."""
 
 
 def in_columns(module: Any, inputs: tuple[Any, ...], old: type, new: type) -> tuple[Any, ...]:
-    """Returns a batch in another container, if it has a column for each entry of the samples."""
-    collate = getattr(module.trainer.train_dataloader, "collate_fn", None)
-    if collate is default_collate and inputs and type(inputs[0]) is old:
+    """Returns a batch in another container, if its entries are columns, not rows."""
+    loader = module.trainer.train_dataloader
+    has_columns = isinstance(loader, list) or getattr(loader, "collate_fn", None) is default_collate
+    if has_columns and inputs and type(inputs[0]) is old:
         return new(inputs[0]), *inputs[1:]
     return inputs
 
@@ -141,6 +143,9 @@ def twin(module: nn.Module) -> nn.Module:
     home = next(module.parameters()).device
     copied = tree.fill(tree.make_skeletons(), None, *copy_buffers(tree.buffers(home), [home]))
     for part in copied.modules():
+        vars(part).update(
+            {name: copy(value) for name, value in vars(part).items() if type(value) in (dict, list)}
+        )
         for name, child in part.named_children():
             # The methods of a metric are bound to the first one.
             if isinstance(child, Metric):
@@ -215,7 +220,7 @@ class ExactSteps(Strategy):
         results = [result.rest for result in detach_outputs(outputs, None)]
         if torch.is_grad_enabled():
             self._results += results
-        without = sum(result.loss is None for result in outputs)
+        without = sum(not isinstance(result.loss, Tensor) for result in outputs)
         if not without:
             return
         batches = self.lightning_module.trainer.accumulate_grad_batches
@@ -225,9 +230,9 @@ class ExactSteps(Strategy):
                 f"accumulate_grad_batches={batches}, expected a loss for each, or for none and accumulate_grad_batches=1"
             )
         self._results = results
-        raise NoLoss
+        raise NoLoss(results[0][1] or outputs[0].loss)
 
-    def training_step(self, *inputs: object, **settings: object) -> Output | None:
+    def training_step(self, *inputs: object, **settings: object) -> Any:
         """Makes the gradients of a batch, after the last one those of the update.
 
         Returns the result of the module. Its loss is that of the update then, and zero before.
@@ -254,11 +259,10 @@ class ExactSteps(Strategy):
                     loss = step((inputs,)) / scale
                 else:
                     step.add((inputs,))
-        except NoLoss:
+        except NoLoss as error:
             vars(self._replicas).pop("noting", None)  # It has seen a forward without sums.
-            output = self._results[0][1]
             self._log(loss)
-            return output or None
+            return error.args[0]
         except UnknownMeanError as error:
             error.add_note(
                 "In a LightningModule, set automatic_optimization=False, and call a TrainStep with such a criterion in "

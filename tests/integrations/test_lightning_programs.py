@@ -265,11 +265,59 @@ def test_skips_that_are_refused(make, batches, message):
         fit(make(), BalancedStrategy(["cpu"] * 2), batches)
 
 
+class Collecting(Classifier):
+    """A module with a list of the results of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def training_step(self, batch, batch_idx):
+        self.sizes.append(len(batch["image"]))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_list_of_the_module_has_an_entry_for_each_shard(shards):
+    class Three(Collecting):
+        def loss(self, batch, outputs):  # in two passes
+            return F.cross_entropy(outputs, batch["label"]) + outputs.square().mean()
+
+    for kind in (Collecting, Three):
+        module = kind()
+        fit(module, BalancedStrategy(["cpu"] * shards), 2, max_epochs=1)
+        sizes = [6, 6, 6, 6, 6, 2] if shards == 1 else [3] * 10 + [1, 1]
+        assert module.sizes == sizes
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_a_list_of_loaders(loaders):
+    class First(Classifier):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch[0], batch_idx)
+
+        def on_train_batch_end(self, results, batch, batch_idx):
+            assert type(batch) is list
+
+    expected, module = First(), First()
+    Trainer(**quiet(max_epochs=1)).fit(expected, [load(12)] * loaders)
+    trainer = Trainer(strategy=BalancedStrategy(["cpu"] * 2), **quiet(max_epochs=1))
+    trainer.fit(module, [load(12)] * loaders)
+    assert_same_state(module, expected)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_result_without_a_loss_is_the_error_of_lightning(devices):
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({"size": torch.ones(())}, "the 'loss' key needs to be present"),
+        (3, "must return a Tensor, a dict, or None"),
+    ],
+)
+def test_a_result_without_a_loss_is_the_error_of_lightning(devices, returned, message):
     module = Skipping()
-    module.returned = {"size": torch.ones(())}
-    with pytest.raises(MisconfigurationException, match="the 'loss' key needs to be present"):
+    module.returned = returned
+    with pytest.raises(MisconfigurationException, match=message):
         fit(module, BalancedStrategy(["cpu"] * devices))
 
 
