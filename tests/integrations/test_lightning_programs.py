@@ -1,6 +1,7 @@
 """Parts of Lightning with ``BalancedStrategy``: results are those of Lightning with the whole batch on one device."""
 
 import collections
+import functools
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ import torch.nn.functional as F  # noqa: E402
 import torchmetrics  # noqa: E402
 from helpers.lightning_modules import (  # noqa: E402
     Classifier,
-    RowsOfMappings,
     SharpeRatio,
     SimulatedAccelerator,
     fit,
@@ -25,6 +25,7 @@ from helpers.lightning_modules import (  # noqa: E402
     quiet,
 )
 from helpers.pages import blocks  # noqa: E402
+from helpers.processes import run_script  # noqa: E402
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
     EMAWeightAveraging,
@@ -33,7 +34,12 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException  # noqa: E402
 
-from balanced_parallel import simulate  # noqa: E402
+from balanced_parallel import (  # noqa: E402
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    simulate,
+)
 from balanced_parallel.integrations.lightning import BalancedStrategy  # noqa: E402
 
 
@@ -384,43 +390,62 @@ def test_manual_optimization_on_one_device():
         fit(ByHand(), BalancedStrategy(["cpu"] * 2))
 
 
+class Adversarial(LightningModule):
+    """Two networks that train by hand, each with the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker, self.judge = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(net.parameters()) for net in (self.maker, self.judge)]
+
+    def training_step(self, batch, batch_idx):
+        noise, ones = torch.randn(len(batch[0]), 3), torch.ones(len(batch[0]), 1)
+        labels = torch.cat([ones, 0 * ones])
+        first, second = self.optimizers()
+        loss = F.binary_cross_entropy_with_logits(self.judge(self.maker(noise)), ones)
+        self.log("maker_loss", loss)
+        self.train_by_hand(first, loss)
+        rows = torch.cat([batch[0], self.maker(noise).detach()])
+        self.train_by_hand(second, F.binary_cross_entropy_with_logits(self.judge(rows), labels))
+
+    def train_by_hand(self, optimizer, loss):
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+
+
 def test_the_adversarial_networks_of_the_page():
-    """The page's module on three devices has the parameters of one that trains by hand with the whole batch."""
-    *_, program = blocks("docs/recipes/lightning.md", "py")
-    exec(program, names := {"LightningModule": Classifier.__base__, "torch": torch})
-    ours = names["Adversarial"]
-
-    class Plain(ours):
-        def on_fit_start(self):
-            pass
-
-        def training_step(self, batch, batch_idx):
-            real, noise, ones = batch[0], self.noise(batch[0]), torch.ones(len(batch[0]), 1)
-            first, second = self.optimizers()
-            self.toggle_optimizer(first)
-            loss = F.binary_cross_entropy_with_logits(self.judge(self.maker(noise)), ones)
-            self.manual_backward(loss)
-            first.step()
-            first.zero_grad()
-            self.untoggle_optimizer(first)
-            self.toggle_optimizer(second)
-            rows, labels = (
-                torch.cat([real, self.maker(noise).detach()]),
-                torch.cat([ones, 0 * ones]),
-            )
-            self.manual_backward(F.binary_cross_entropy_with_logits(self.judge(rows), labels))
-            second.step()
-            second.zero_grad()
-            self.untoggle_optimizer(second)
-            self.log("maker_loss", loss)
-
+    _, methods = blocks("docs/recipes/lightning.md", "py")
+    names = {
+        "DataParallelModel": functools.partial(DataParallelModel, device_ids=["cpu"] * 3),
+        "DataParallelCriterion": DataParallelCriterion,
+        "TrainStep": TrainStep,
+        "torch": torch,
+    }
+    exec(methods, names, ours := {})
+    assert {*ours} == {"on_fit_start", "training_step"}
     results = []
-    rows = torch.utils.data.TensorDataset(RowsOfMappings().images)
-    for kind in (Plain, ours):
+    rows = torch.utils.data.TensorDataset(torch.randn(20, 4))
+    for kind in (Adversarial, type("Ours", (Adversarial,), ours)):
         torch.manual_seed(0)
         module = kind()
         trainer = Trainer(**quiet(max_epochs=2))
         trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=7))
+        assert trainer.global_step == 12
         results.append((module, trainer.callback_metrics["maker_loss"]))
-    assert_same_state(results[1][0], results[0][0])
-    torch.testing.assert_close(results[1][1], results[0][1])
+    (expected, loss), (module, own) = results
+    assert_same_state(module, expected)
+    torch.testing.assert_close(own, loss)
+
+
+def test_the_program_of_the_page(tmp_path):
+    program, _ = blocks("docs/recipes/lightning.md", "py")
+    (tmp_path / "program.py").write_text(program)
+    done = run_script(tmp_path / "program.py", cwd=tmp_path, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [*tmp_path.glob("runs/**/events*")]
