@@ -254,6 +254,17 @@ def test_the_first_batch_is_skipped():
     fit_both(SkippingFirst, 3, 1)
 
 
+def test_a_module_without_a_loss_in_evaluation_mode():
+    class Detector(Classifier):
+        def loss(self, batch, outputs):
+            return super().loss(batch, outputs) if self.head.training else {}["loss"]
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    fit_both(Detector)
+
+
 class SkippingRows(Classifier):
     def training_step(self, batch, batch_idx):
         return None if "row 0" in batch["name"] else super().training_step(batch, batch_idx)

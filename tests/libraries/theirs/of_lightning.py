@@ -13,11 +13,14 @@ import os
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from suite import main
+from suite import Suite, main
 
 from balanced_parallel.integrations.lightning import BalancedDDPStrategy, BalancedStrategy
 
 FILES = []
+REASONS = {
+    "automatic_optimization=False": "Several devices refuse manual optimization by name",
+}
 
 
 def ours(strategy, kind):
@@ -47,4 +50,5 @@ def change(kind):
 
 
 if __name__ == "__main__":
-    main("of_lightning", "tests", FILES, ["2", "1", "ddp"])
+    kinds = {"2": "two devices", "1": "one device", "ddp": "ranks"}
+    main(Suite("of_lightning", "tests", FILES, kinds, REASONS))
