@@ -1,7 +1,6 @@
 """A script of tests/libraries/theirs, on tests like those of the library."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,20 +30,38 @@ def test_choice():
 """
 
 
-def test_tests_run_twice_and_each_difference_is_printed(tmp_path):
-    folder = tmp_path / "checkout" / "tests" / "small"
-    folder.mkdir(parents=True)
-    (folder / "test_small.py").write_text(TESTS)
-    (tmp_path / "kept").mkdir()
-    command = [sys.executable, THEIRS / "of_lightning.py", tmp_path / "checkout"]
-    command += ["small/test_small.py", "--kept", tmp_path / "kept", "--kinds", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220)
-    assert done.returncode == 1, done.stderr
-    assert "| small/test_small.py | 3 | 3 | 1 |" in done.stdout
-    assert "manual optimization" in done.stdout
-    assert "1 differences have no reason.\n`test_choice`" in done.stdout
-    kept = json.loads((tmp_path / "kept" / "2__small__test_small.py.json").read_text())
-    assert sorted(status for status, _ in kept.values()) == ["failure", "failure", "passed"]
-    (folder / "test_small.py").unlink()  # Kept results are printed again.
-    again = subprocess.run(command, capture_output=True, text=True, timeout=220)
-    assert again.stdout == done.stdout
+@pytest.fixture
+def suite(monkeypatch):
+    monkeypatch.syspath_prepend(THEIRS)
+    return pytest.importorskip("suite")
+
+
+def test_tests_run_with_a_strategy_of_this_package(suite, tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (tmp_path / "test_small.py").write_text(TESTS)
+    results = suite.run("of_lightning", "2", tmp_path, ["test_small.py"])
+    text = "AssertionError: assert 'BalancedStrategy' == 'SingleDeviceStrategy'"
+    first, refused, choice = results.values()
+    assert first == suite.Result("passed")
+    assert refused.status == "failure"
+    assert "has automatic_optimization=False" in refused.message
+    assert choice == suite.Result("failure", text)
+
+
+def test_differences_are_printed_with_their_reasons(suite, tmp_path, monkeypatch, capsys):
+    """Results that are kept do not run again."""
+    passed, failed = ["passed", ""], ["failure", "TypeError: unknown"]
+    theirs = {"tests.small.test_a::One::test_x": passed, "tests.small.test_a::test_y": passed}
+    ours = {"tests.small.test_a::One::test_x": failed, "tests.small.test_a::test_y": passed}
+    for kind, results in ("theirs", theirs), ("2", ours):
+        (tmp_path / f"{kind}__small__test_a.py.json").write_text(json.dumps(results))
+    monkeypatch.setattr(sys, "argv", ["suite", str(tmp_path), "--kept", str(tmp_path)])
+    for reasons, status in ({"unknown": "It is not known"}, 0), ({}, 1):
+        given = suite.Suite("none", "tests", ["small/test_a.py"], {"2": "two devices"}, reasons)
+        with pytest.raises(SystemExit) as ended:
+            suite.main(given)
+        assert ended.value.code == status
+        printed = capsys.readouterr().out
+        assert "| small/test_a.py | 2 | 2 | 1 |" in printed
+        assert f"{status} differences have no reason." in printed
+        assert ("It is not known (1): `test_x`" in printed) == (status == 0)
