@@ -38,6 +38,7 @@ from ..training.step import TrainStep
 
 Output = dict[str, Any]  # The result of training_step, without the loss.
 Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
+LOSS = object()  # Stands for the loss in logged values.
 
 
 class StepResult(NamedTuple):
@@ -67,7 +68,7 @@ class StepTask(nn.Module):
                 "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
             )
         logged = [
-            (name, None if is_loss(value, loss) else value, *more) for name, value, *more in logged
+            (name, LOSS if is_loss(value, loss) else value, *more) for name, value, *more in logged
         ]
         return StepResult(loss, (count_rows(inputs) or 1, output, logged))
 
@@ -281,10 +282,8 @@ class ExactSteps(Strategy):
         """Calls the hook of the module at the beginning of a window."""
         optimizer = self.optimizers[0]
         self._zero_grad(module.current_epoch, module.trainer.fit_loop.batch_idx, optimizer)
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
-        if any(parameter.grad is not None and parameter.grad.any() for parameter in parameters):
+        gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+        if any(gradient is not None and gradient.any() for gradient in gradients):
             raise ValueError(
                 f"optimizer_zero_grad of {type(module).__name__} leaves gradients, expected that it clears them: accumulate over "
                 "batches with accumulate_grad_batches"
@@ -294,7 +293,7 @@ class ExactSteps(Strategy):
         """Logs the values of each shard, and that of the update for a loss."""
         for rows, _, logged in self._results:
             for name, value, positional, settings in logged:
-                number = loss if value is None else value
+                number = loss if value is LOSS else value
                 settings["batch_size"] = settings.get("batch_size") or rows
                 self.lightning_module.log(name, number, *positional, **settings)
         self._results = []

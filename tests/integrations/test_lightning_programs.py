@@ -338,6 +338,17 @@ def test_a_result_without_a_loss_is_the_error_of_lightning(devices, returned, me
         fit(module, BalancedStrategy(["cpu"] * devices))
 
 
+@pytest.mark.parametrize("strategy", ["auto", BalancedStrategy(["cpu"] * 2)])
+def test_a_logged_value_that_is_none_is_the_error_of_lightning(strategy):
+    class LoggingNone(Classifier):
+        def training_step(self, batch, batch_idx):
+            self.log("nothing", None)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match="`self.log\\(nothing, None\\)` was called"):
+        fit(LoggingNone(), strategy)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_own_zero_grad_of_a_module_is_called(set_to_none):
     class Clearing(Classifier):
