@@ -51,6 +51,7 @@ extras = {
         "bitsandbytes",
         "datasets",
         "diffusers",
+        "jsonargparse[signatures]",
         "lightning>=2.5",
         "sentence-transformers>=6",
         "tensorboard",
