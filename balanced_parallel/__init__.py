@@ -8,18 +8,15 @@ Replace ``nn.DataParallel``: :class:`DataParallelModel`, :class:`DataParallelCri
 Spread optimizer state: :class:`BalancedOptimizer`. Predict memory: :func:`memory.estimate`,
 :func:`memory.plan`. Lower it: :mod:`savings`. Try it without GPUs: :func:`simulate`.
 
-The planner, the simulator, ``verify`` and :class:`Checkpoints` are loaded when they are first used:
-their imports take seconds. Training does without them.
+Training does without the planner, the simulator, ``verify``, :class:`Checkpoints`, the savings, the
+samplers and :class:`ByCost`. They are loaded when they are first used: some imports take seconds.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from . import savings
 from .batch.outputs import PerReplica, gather
 from .batch.rows import Along, Rows, Whole, scatter
-from .data.by_cost import ByCost
-from .data.samplers import BalancedBatchSampler, RankBatchSampler
 from .loss.coupled import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
 from .loss.overlap import DiceLoss, JaccardLoss, TverskyLoss
@@ -34,7 +31,9 @@ from .strategies.parallelize import parallelize
 from .training.step import TrainStep
 
 if TYPE_CHECKING:
-    from . import memory
+    from . import memory, savings
+    from .data.by_cost import ByCost
+    from .data.samplers import BalancedBatchSampler, RankBatchSampler
     from .diagnostics.verify import verify
     from .simulation import simulate
     from .state.checkpoint import Checkpoints
@@ -81,7 +80,10 @@ _ELSEWHERE = {
     "Trainer": "use TrainStep, or BalancedTrainer of balanced_parallel.integrations.transformers",
 }
 _PLACES = {
+    "BalancedBatchSampler": ".data.samplers",
+    "ByCost": ".data.by_cost",
     "Checkpoints": ".state.checkpoint",
+    "RankBatchSampler": ".data.samplers",
     "simulate": ".simulation",
     "verify": ".diagnostics.verify",
 }
@@ -89,8 +91,8 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Loads the module of a public name at its first use."""
-    if name == "memory":
-        return importlib.import_module(".memory", __name__)
+    if name in ("memory", "savings"):
+        return importlib.import_module(f".{name}", __name__)
     if name == "sum_over_rows":  # A program that imports it may not call it.
         return _refuse_sum_over_rows
     if name not in _PLACES:

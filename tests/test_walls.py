@@ -19,13 +19,13 @@ MAY_IMPORT = {
     "runtime": set(),
     "batch": {"runtime"},
     "replicas": {"batch", "runtime"},
-    "savings": {"replicas", "runtime"},
-    "loss": {"savings", "replicas", "batch", "runtime"},
+    "savings": {"loss", "replicas", "runtime"},
+    "loss": {"replicas", "batch", "runtime"},
     "optim": {"replicas", "runtime"},
-    "training": {"savings", "optim", "loss", "replicas", "batch", "runtime"},
-    "strategies": {"savings", "training", "optim", "loss", "replicas", "batch", "runtime"},
+    "training": {"optim", "loss", "replicas", "batch", "runtime"},
+    "strategies": {"training", "optim", "loss", "replicas", "batch", "runtime"},
     "data": {"batch", "runtime"},
-    "reproducible": {"training", "optim", "loss", "replicas", "batch", "runtime"},
+    "reproducible": {"strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "state": {"training", "optim", "runtime"},
     "memory": {
         "diagnostics",
@@ -51,11 +51,10 @@ MAY_IMPORT = {
     "simulation": {"runtime"},
     "integrations": {"strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
 }
-# They may import the names that a user imports, since the root does not load these folders.
-USE_PUBLIC_NAMES = {"integrations"}
 # The core imports other folders where a program asks for what they do, in a function.
 DEFERRED = {
     "loss/inside.py": {"reproducible.row_random": "rows that are compared draw the same numbers"},
+    "training/recovery.py": {"savings.saving": "an out of memory names the savings"},
     "training/step.py": {
         "reproducible.exact": "reproducible=",
         "state.state": "state_dict() and digest()",
@@ -112,9 +111,8 @@ def imported_modules(source, package, walk=ast.walk):
 
 def forbidden_imports(source, package, walk=ast.walk):
     """Returns the modules that a file in ``package`` imports and may not."""
-    allowed = MAY_IMPORT[package[0]] | {package[0]}
-    if package[0] in USE_PUBLIC_NAMES:
-        allowed = allowed | ({*balanced_parallel.__all__} - MAY_IMPORT.keys())
+    public = set() if package[0] in CORE else set(balanced_parallel.__all__)
+    allowed = MAY_IMPORT[package[0]] | {package[0]} | public
     return {
         module
         for module in imported_modules(source, package, walk)
@@ -189,8 +187,8 @@ def test_forbidden_imports_are_found():
         ("from .. import simulation", ("memory",), {"simulation"}),
         ("from ...simulation import simulate", ("memory", "trace"), {"simulation.simulate"}),
         ("import balanced_parallel.strategies.ddp", ("training",), {"strategies.ddp"}),
-        ("from balanced_parallel import gather", ("savings",), {"gather"}),
-        ("from .. import gather, memory", ("integrations",), {"memory"}),
+        ("from balanced_parallel import gather", ("loss",), {"gather"}),
+        ("from .. import gather", ("data",), set()),
         ("from ..runtime.devices import move\nfrom .torchrun import x", ("strategies",), set()),
     ):
         assert forbidden_imports(line, folders) == forbidden
@@ -305,7 +303,7 @@ assert dict(os.environ) == before
 assert not torch.cuda.is_initialized()
 assert not torch.distributed.is_initialized()
 
-late = ("memory", "simulation", "diagnostics")
+late = ("memory", "simulation", "diagnostics", "reproducible", "data", "state", "savings", "integrations")
 loaded = [name for name in sys.modules if name.startswith(tuple(f"balanced_parallel.{part}" for part in late))]
 assert not loaded, loaded
 assert set(balanced_parallel.__all__) <= set(dir(balanced_parallel))
@@ -455,11 +453,13 @@ SINGLE_IMPORTER = {
     "diagnostics.bits": "a public argument",
     "memory.allocator": "the rules of the allocator of torch",
     "memory.trace.doubles": "savings; the tracer runs updates",
+    "reproducible.groups": "sums over ranks",
+    "reproducible.kinds": "losses, beside gradients",
     "reproducible.numbered_rows": "reproducible=True alone",
+    "savings.evaluation": "a public name",
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",
     "strategies.launch": "the only reader of the environment",
-    "strategies.replicas": "one file per strategy",
     "training.forward_state": "state of modules, which an update surrounds",
 }
 

@@ -420,6 +420,11 @@ class Shard(NamedTuple):
     context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     is_joined: bool = False  # the inputs are one object, of the samples ``rows``
 
+    def plain_targets(self) -> tuple[Any, ...]:
+        """Returns the targets without marks."""
+        plain: tuple[Any, ...] = move_leaves(self.targets.inputs, None)
+        return plain
+
 
 class MicroBatch(NamedTuple):
     """The shards of one forward.
@@ -696,7 +701,7 @@ class Batch:
         )
 
 
-Mark = Callable[[object, tuple[object, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
+Mark = Callable[[object, object], tuple[Arguments, Arguments, tuple[int, int]]]
 
 
 class Cut:
@@ -710,7 +715,7 @@ class Cut:
     def open(
         self,
         inputs: object,
-        targets: tuple[object, ...],
+        targets: object,
         mark: Mark,
         forward: Callable[..., object],
         *,

@@ -18,28 +18,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .. import Rows, Whole
 from ..batch import containers
-from ..batch.plan import Plan, RowNumbers, count_micro_batches
-from ..batch.rows import (
-    NOTHING,
-    Along,
-    Arguments,
-    Batch,
-    Cut,
-    Mark,
-    Rows,
-    Shard,
-    Whole,
-    count_rows,
-    map_marked,
-    move_leaves,
-    parameters_of,
-    spread,
-    take,
-    without_mark,
-)
-from ..runtime.collectives import world_size
-from ..runtime.devices import Devices, pin
+from ..batch.plan import count_micro_batches
+from ..batch.rows import Batch, Cut, Mark, Shard, map_marked, parameters_of, take, without_mark
+from ..runtime import collectives
+from ..runtime.devices import pin
 from ..runtime.values import check_cost, check_number, check_type
 from .cuts import Combine, cost_of_shard, cut_by_cost, cut_to_budget
 
@@ -116,7 +100,7 @@ class ByCost(Cut):
     def open(
         self,
         inputs: object,
-        targets: tuple[object, ...],
+        targets: object,
         mark: Mark,
         forward: Callable[..., object],
         *,
@@ -127,9 +111,8 @@ class ByCost(Cut):
         limit = unit, is_strict
         if self.collate is not None:
             return _Samples(self, self.collate, limit, inputs, targets, mark)
-        return _Padded(
-            self, limit, mark(inputs, targets), _costs_of_rows(self.cost(inputs)), forward
-        )
+        costs = _costs_of_rows(self.cost(inputs))
+        return _Padded(self, limit, costs, forward, *mark(inputs, targets))
 
 
 # The unit of a limit of a device in one forward, "rows" or "cost". True if a row over the limit is
@@ -146,19 +129,17 @@ class CostBatch(Batch):
         self,
         cut: ByCost,
         limit: LimitKind,
-        inputs: Arguments,
-        targets: Arguments,
-        dims: tuple[int, int],
         costs: Sequence[float],
+        *batch: Any,
     ) -> None:
-        super().__init__(inputs, targets, dims)
+        super().__init__(*batch)
         self.costs = costs
         self._unit, self._is_strict = limit
         self._combine = cut.combine
 
     def plan(
         self,
-        devices: Devices,
+        devices: Sequence[torch.device],
         weights: Sequence[float] | None,
         limit: float | None,
         agree: Callable[[int], int],
@@ -175,10 +156,10 @@ class CostBatch(Batch):
             for runs in self._runs(len(devices), limit, agree)
         ]
         shards_of_all = [shard for row in shards for shard in row] or [self.shard([], devices[0])]
-        self.counted_targets = [move_leaves(shard.targets.inputs, None) for shard in shards_of_all]
+        self.counted_targets = [shard.plain_targets() for shard in shards_of_all]
         # it has the rows of another batch: only ranks need it
         is_example = not self.costs and shards_of_all[0].is_joined
-        return iter([] if is_example and world_size() == 1 else shards)
+        return iter([] if is_example and collectives.world_size() == 1 else shards)
 
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
         """Returns the cost of the costliest shard, and half of it, but no less than that of a row
@@ -194,7 +175,9 @@ class CostBatch(Batch):
         alone = cost_of_shard([max(self.costs)], self._combine)
         return cost, max(cost / 2, alone) if cost > alone else 0
 
-    def _runs(self, devices: int, limit: float | None, agree: Callable[[int], int]) -> Plan:
+    def _runs(
+        self, devices: int, limit: float | None, agree: Callable[[int], int]
+    ) -> list[list[list[int]]]:
         """Returns the rows of each shard of each micro-batch."""
         costs = self.costs
         most_rows = None
@@ -228,7 +211,7 @@ class _Samples(CostBatch):
         collate: Collate,
         limit: LimitKind,
         samples: object,
-        targets: tuple[object, ...],
+        targets: object,
         mark: Mark,
     ) -> None:
         if isinstance(samples, (Tensor, Mapping, str, tuple)) or not isinstance(samples, Sequence):
@@ -236,12 +219,13 @@ class _Samples(CostBatch):
                 f"step was given {containers.describe(samples)}, expected a list of samples, of which collate= makes batches: "
                 "use DataLoader(..., collate_fn=list)"
             )
-        if targets not in ((), (None,)):
+        inputs, of_criterion, _ = mark(Rows(samples), targets)
+        if of_criterion.inputs not in ((), (None,)):
             raise TypeError(
                 "step was given targets beside a list of samples, expected step(samples): collate= makes the targets"
             )
         costs = [cut.cost(sample) for sample in samples]
-        super().__init__(cut, limit, Arguments((Rows(samples),), {}), NOTHING, (0, 0), costs)
+        super().__init__(cut, limit, costs, inputs)
         self._collate = collate
         self._mark = mark
         self._samples = samples
@@ -254,21 +238,20 @@ class _Samples(CostBatch):
         self.has_example = bool(self._example)
         return self._example
 
-    def shard(self, part: RowNumbers, device: torch.device) -> Shard:
+    def shard(self, part: Sequence[int], device: torch.device) -> Shard:
         """Returns what ``collate`` makes of some samples, which must have one row for each."""
         chosen = [self._samples[row] for row in part] or self._example
         of_model, of_criterion = _inputs_and_targets(self._collate(chosen))
-        inputs, targets, dims = self._mark(of_model, spread(of_criterion))
-        rows = count_rows(inputs, dims[0], len(chosen))
-        target_rows = count_rows(targets, dims[1], len(chosen))
-        is_joined = rows is None and any(
-            isinstance(leaf, Whole) for _, leaf in containers.leaves(inputs)
+        batch = Batch(*self._mark(of_model, of_criterion))
+        target_rows = batch.target_rows
+        is_joined = batch.rows is None and any(
+            isinstance(leaf, Whole) for _, leaf in containers.leaves(batch.inputs)
         )
-        if not is_joined and rows != len(chosen):
+        if not is_joined and batch.rows != len(chosen):
             self._refuse(
                 len(chosen),
                 "inputs",
-                rows,
+                batch.rows,
                 ". If it joins samples, as into one packed row, let it return Whole(...)",
             )
         # targets may be flattened
@@ -280,8 +263,8 @@ class _Samples(CostBatch):
                 ", or a multiple of that. Targets are not in Whole(...)",
             )
         if not part:
-            return _rows_of(inputs, targets, dims, part, device)._replace(is_joined=is_joined)
-        return Shard(inputs, targets, part, target_rows, device, is_joined=is_joined)
+            return _rows_of(batch, part, device)._replace(is_joined=is_joined)
+        return Shard(batch.inputs, batch.targets, part, target_rows, device, is_joined=is_joined)
 
     def _refuse(self, samples: int, name: str, rows: int | None, advice: str) -> NoReturn:
         raise ValueError(
@@ -296,15 +279,14 @@ class _Padded(CostBatch):
         self,
         cut: ByCost,
         limit: LimitKind,
-        batch: tuple[Arguments, Arguments, tuple[int, int]],
         costs: Sequence[float],
         forward: Callable[..., object],
+        *batch: Any,
     ) -> None:
-        super().__init__(cut, limit, *batch, costs)
+        super().__init__(cut, limit, costs, *batch)
         if self.rows is None or len(costs) != self.rows:
-            count = self.rows or "no"
             raise ValueError(
-                f"cost= returned {len(costs)} costs for {count} rows, expected one number for each row"
+                f"cost= returned {len(costs)} costs for {self.rows or 'no'} rows, expected one number for each row"
             )
         if self.target_rows not in (None, self.rows):
             raise ValueError(
@@ -313,10 +295,11 @@ class _Padded(CostBatch):
         # the dimension to cut of each leaf of inputs and targets
         self._trims: list[int | None] = []
         if cut.trim is not None:
-            self._trims, longest = _trims(self.inputs, self.targets, cut.trim, forward)
+            self._trims, longest = _trims(self, cut.trim, forward)
             _check_lengths(costs, longest)
+        self._whole_targets = self.counted_targets
 
-    def shard(self, part: RowNumbers, device: torch.device) -> Shard:
+    def shard(self, part: Sequence[int], device: torch.device) -> Shard:
         """Returns copies of some rows, cut to the longest of them."""
         length = max((int(self.costs[row]) for row in part), default=1)
         trims = iter(self._trims)
@@ -325,19 +308,18 @@ class _Padded(CostBatch):
             dim = next(trims, None)
             if dim is None:
                 return leaf
-            tensor = without_mark(leaf)
-            tensor = tensor.narrow(dim, 0, min(max(length, 1), tensor.size(dim)))
-            return Along(tensor, leaf.dim) if isinstance(leaf, Along) else tensor
+            return map_marked(
+                lambda tensor: tensor.narrow(dim, 0, min(max(length, 1), tensor.size(dim))), leaf
+            )
 
-        return _rows_of(
-            *containers.map_leaves(shorten, (self.inputs, self.targets)), self.dims, part, device
-        )
+        inputs, targets = containers.map_leaves(shorten, (self.inputs, self.targets))
+        return _rows_of(Batch(inputs, targets, self.dims), part, device)
 
     def check_weight(self, weigh: Callable[..., Any]) -> None:
         """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that were cut with the
         padding.
         """
-        whole = weigh(*move_leaves(self.targets.inputs, None)) if self._trims else None
+        whole = weigh(*self._whole_targets[0]) if self._trims else None
         if not isinstance(whole, Tensor) or not whole.is_cpu:
             return
         counted = sum(float(weigh(*part) or 0) for part in self.counted_targets)
@@ -348,16 +330,12 @@ class _Padded(CostBatch):
             )
 
 
-def _rows_of(
-    inputs: Arguments,
-    targets: Arguments,
-    dims: tuple[int, int],
-    part: RowNumbers,
-    device: torch.device,
-) -> Shard:
+def _rows_of(batch: Batch, part: Sequence[int], device: torch.device) -> Shard:
     """Returns a shard with copies of some rows."""
     rows = list(part)
-    return Shard(take(inputs, rows, dims[0]), take(targets, rows, dims[1]), rows, len(rows), device)
+    inputs = take(batch.inputs, rows, batch.dims[0])
+    targets = take(batch.targets, rows, batch.dims[1])
+    return Shard(inputs, targets, rows, len(rows), device)
 
 
 def _costs_of_rows(costs: object) -> list[float]:
@@ -371,17 +349,18 @@ def _costs_of_rows(costs: object) -> list[float]:
 
 
 def _trims(
-    inputs: Arguments, targets: Arguments, trim: Trim, forward: Callable[..., object]
+    batch: Batch, trim: Trim, forward: Callable[..., object]
 ) -> tuple[list[int | None], int | None]:
     """Returns the dimension to cut of each leaf of inputs and targets, or None, and the padded
     length.
     """
     names = [parameter.name for parameter in parameters_of(forward) or ()]
-    names += map(str, range(len(names), len(inputs.inputs)))
+    positional, keywords = batch.inputs
+    names += map(str, range(len(names), len(positional)))
     values = [
-        *zip(names, inputs.inputs, strict=False),
-        *inputs.kwargs.items(),
-        ("targets", targets),
+        *zip(names, positional, strict=False),
+        *keywords.items(),
+        ("targets", batch.targets),
     ]
     is_named = isinstance(trim, Mapping)
     passed = [name for name, _ in values]
@@ -435,7 +414,9 @@ def _inputs_and_targets(collated: object) -> tuple[object, object]:
         inputs, targets = _inputs_and_targets(collated.value)
         if isinstance(inputs, Mapping):
             return {name: Whole(value) for name, value in inputs.items()}, targets
-        return tuple(map(Whole, spread(inputs))), targets
+        if isinstance(inputs, tuple) and not containers.is_named_tuple(inputs):
+            return tuple(map(Whole, inputs)), targets
+        return Whole(inputs), targets
     if isinstance(collated, Mapping) and "labels" in collated:
         return collated, collated["labels"]
     if isinstance(collated, (tuple, list)) and len(collated) == 2:

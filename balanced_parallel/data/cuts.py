@@ -11,8 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from ..batch.plan import RowNumbers
-
 Combine = Callable[[Sequence[float]], float]  # cost of a shard, from the costs of its rows
 _PRECISION = 1e-4  # The largest cost may be larger than the optimum by this part of it.
 
@@ -73,7 +71,7 @@ def cut_by_cost(
 
 def _fill_evenly(
     ordered: Sequence[float], shards: int, combine: Combine | None, limit: int, budget: float | None
-) -> list[RowNumbers]:
+) -> list[Sequence[int]]:
     """Splits sorted rows into at most so many runs, whose largest cost is as small as possible."""
     low = cost_of_shard(ordered[:1], combine)
     if combine in (None, sum):
@@ -170,11 +168,11 @@ def _first_fit(ordered: Sequence[float], capacity: float, limit: int) -> list[li
 
 
 def _use_all(
-    runs: Sequence[RowNumbers], shards: int, ordered: Sequence[float], combine: Combine | None
-) -> list[RowNumbers]:
+    runs: Sequence[Sequence[int]], shards: int, ordered: Sequence[float], combine: Combine | None
+) -> list[Sequence[int]]:
     """Splits the runs of the highest cost until there is one for each shard."""
 
-    def cost(run: RowNumbers) -> float:
+    def cost(run: Sequence[int]) -> float:
         return cost_of_shard([ordered[place] for place in run], combine)
 
     split = [*runs]

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from ..batch.plan import consecutive, split_sizes
+from ..batch.plan import equal_rows
 from ..runtime import collectives
 from ..runtime.values import check_number, check_type, naming_arguments
 from .cuts import Combine, cut_by_cost, sorted_rows
@@ -174,8 +174,8 @@ class RankBatchSampler(Sampler[list[int]]):
         """Returns this rank's rows of an effective batch."""
         size = self.micro_batch_size or 1
         micro_batches = math.ceil(len(batch) / size)
-        part = consecutive(split_sizes(micro_batches, self.ranks))[self.rank]
-        return batch[part.start * size : part.stop * size]
+        part = equal_rows(micro_batches, self.ranks)[0][self.rank]
+        return batch[part[0] * size : (part[-1] + 1) * size] if part else []
 
     def advance(self) -> None:
         """Counts a batch that was trained on."""

@@ -2,9 +2,9 @@
 batch.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from ..loss.kinds import MeansInside
 from ..loss.means import UnknownMeanError
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
-from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices, without_tf32
+from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
 from ..runtime.values import check_number, naming_arguments
 from ..training.step import TrainStep
 from .bits import DigestedProgram, Run, compare_bits
@@ -183,7 +183,7 @@ def verify(
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _naming_targets(inputs: object, targets: tuple[object, ...]) -> Iterator[None]:
     """Adds a note to an error of a batch whose targets are among its inputs."""
     try:
@@ -284,3 +284,41 @@ def _wrap_criterion(
 def _replaced(settings: dict[str, Any], **others: object) -> dict[str, Any]:
     """Returns settings with others in their place, but None."""
     return settings | {name: value for name, value in others.items() if value is not None}
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Computes products of float32 tensors with all bits of float32 in this block, in all threads.
+
+    cuDNN uses 10 bits of mantissa by default (TF32). torch has an old and a new way to set this,
+    and raises an error if they differ. So both are set, and put back.
+    """
+    backends: Any = torch.backends
+    # The CPU is among them: torch.set_float32_matmul_precision("medium") rounds to bfloat16 there.
+    switches = [
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+        backends.mkldnn.matmul,
+    ]
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        old_way: tuple[str, bool] | None = (
+            torch.get_float32_matmul_precision(),
+            backends.cudnn.allow_tf32,
+        )
+    except RuntimeError:  # set in the new way, by a program that then does not read the old one
+        old_way = None
+
+    def set_precisions(precisions: Sequence[str], old: tuple[str, bool]) -> None:
+        if old_way is not None:
+            torch.set_float32_matmul_precision(old[0])
+            backends.cudnn.allow_tf32 = old[1]
+        for switch, precision in zip(switches, precisions, strict=True):
+            switch.fp32_precision = precision
+
+    try:
+        set_precisions(["ieee"] * len(switches), ("highest", False))
+        yield
+    finally:
+        set_precisions(before, old_way or ("highest", False))

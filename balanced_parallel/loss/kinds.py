@@ -32,14 +32,12 @@ from ..batch.rows import Batch, ParallelModel, move_leaves, parameters_of, sprea
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
-from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .entries import add_means
 from .inside import ForwardNotes, note_again
-from .means import ExactLossOfMeans, LossOfMeans, note_sums, single_mean
+from .means import LossOfMeans, note_sums, single_mean
 from .rules import (
-    add_loss,
     counts_classes,
     find_torch_loss,
     has_sum,
@@ -71,8 +69,6 @@ Divisor = (
 )
 SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 _HOST = torch.device("cpu")
-
-add_loss(LinearCrossEntropy, linear_cross_entropy)
 
 
 class Kind(abc.ABC):
@@ -132,16 +128,6 @@ class Kind(abc.ABC):
     def learned_from(self, row: ShardLoss) -> "Kind":
         """Returns the kind for a loss that a row has shown."""
         return self
-
-    def exact(self) -> "Kind":
-        """Returns the kind whose loss has the same bits for any order of the parts.
-
-        Raises ``ValueError`` for a loss of all rows.
-        """
-        raise ValueError(
-            "reproducible='bits' with a loss of all rows (whole=True or an AdditiveLoss), whose parts are added in floating "
-            "point, expected a loss whose rows are independent"
-        )
 
 
 @dataclass(frozen=True)
@@ -210,10 +196,6 @@ class _OfOnePass(_OfRows):
 
         It runs in the thread of the replica.
         """
-
-    def exact(self) -> Kind:
-        """Returns the same kind: parts have the same bits."""
-        return self
 
     def _parts(self, calls: Calls) -> list[Any]:
         return calls.run(self._part)
@@ -286,10 +268,6 @@ class KnownMean(_Mean):
     weight: Weight = 0.0
     is_counted: bool = False  # The weight is that of a batch.
 
-    def exact(self) -> Kind:
-        """Returns the kind whose parts have their weights."""
-        return ExactKnownMean(self.settings, self.reduction, self.least)
-
     def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
         """Returns the number of targets that count, or None."""
         target = targets[0] if len(targets) == 1 else None
@@ -333,14 +311,6 @@ class KnownMean(_Mean):
         if torch.float16 in [getattr(leaf, "dtype", None) for leaf in spread(shard.output)]:
             return LossSum(widen(shard.call(_reducing(shard.criterion, "none"))).sum(), weight)
         return LossSum(check_loss(shard.call(_reducing(shard.criterion, "sum"))), weight)
-
-
-class ExactKnownMean(KnownMean):
-    """A mean that torch computes, whose weight is never that of a batch."""
-
-    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
-        """Returns the same kind."""
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -475,20 +445,6 @@ class MeansInside(_OfRows, _OfTwoPasses):
         formula = note_sums(row, is_split=False).formula
         mean = formula.mean_of(formula.losses)
         return self if mean is None else OneCount(self.settings, self.reduction, mean.bound)
-
-    def exact(self) -> Kind:
-        """Returns a kind of two passes in every update, whose sums are exact."""
-        return ExactMeansInside(self.settings, self.reduction)
-
-
-class ExactMeansInside(MeansInside):
-    """A function of sums over the rows that have no order."""
-
-    loss = ExactLossOfMeans
-
-    def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
-        """Returns the same kind: a run that is resumed has not learned what the first one had."""
-        return self
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ criterion, so that of other rows has to be the same.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,13 +22,13 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import NOTHING, ParallelModel, Shard
 from ..runtime.collectives import world_size
 from ..runtime.devices import move
-from .copies import Calls, CriterionCopies, ShardLoss
+from .copies import Calls, ShardLoss
 from .coupled import BYTES_TOGETHER, ROWS_TO_CHECK, LossOfSums, ShardStatistics
 from .entries import LoggedMeans, LoggedSums, places_to_log, refuse_total
 from .formula import OVER_NUMBER, Form, Formula, Statistic, SumNotes, Unknown, Value
 from .inside import RowsOfForward, evaluating, run_rows, take_rows
 from .rules import refuse_coupled, unwrap
-from .sums import LossSum, add_numbers, add_up, weighted_sum, widen
+from .sums import LossSum, add_up, weighted_sum, widen
 
 
 class UnknownMeanError(ValueError):
@@ -452,43 +451,6 @@ class LossOfMeans(LossOfSums):
             f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}",
             advice,
         ) from cause
-
-
-class ExactLossOfMeans(LossOfMeans):
-    """A :class:`LossOfMeans` whose sums are the same for any order of the parts, on any ranks."""
-
-    def __init__(
-        self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True
-    ) -> None:
-        super().__init__(copies, home, is_split=is_split)
-        self._numbers: dict[Any, list[Tensor]] = {}
-
-    def _add(self, parts: list[ShardStatistics]) -> None:
-        super()._add(parts)
-        for part in parts:
-            for place, number in part.tensors.items():
-                self._numbers.setdefault(place, []).append(number)
-
-    def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
-        """Returns the derivative on one rank: a quotient of it would be rounded."""
-        if derivative is None or self._is_reporter:
-            return derivative
-        return torch.zeros_like(derivative)
-
-    def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
-        """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
-        form = {place: total.to("meta") for place, total in self._total.items()}
-        numbers = {place: [*map(float, parts)] for place, parts in self._numbers.items()}
-        everywhere = enumerate(self._gather((self._structure, form, numbers)))
-        by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
-        self._check_shapes([form for _, form, _ in by_rank.values()])
-        for formula, form, _ in [*by_rank.values()][-1:]:
-            self._structure = self._structure or formula
-            for place, like in form.items():
-                everyone = itertools.chain(*(parts[2][place] for parts in by_rank.values()))
-                total = add_numbers([*everyone])
-                self._total[place] = torch.full_like(like, total, device=self.home)
-        return [*by_rank]
 
 
 _ALWAYS = "expected the same means times the same numbers for all rows: compute each always, or give weight="

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import nn, optim
 
+from ..replicas.module_tree import find_blocks
 from ..savings import saving as applied
-from ..savings.checkpointing import find_blocks, outermost_sequentials
+from ..savings.checkpointing import outermost_sequentials
 from ..savings.linear_cross_entropy import LinearCrossEntropy
 from ..savings.saving import SAVINGS, Saving
 from .problem import Request

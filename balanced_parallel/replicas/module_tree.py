@@ -24,6 +24,7 @@ from ..runtime.torch_private import (
     FORWARD_HOOKS,
     PARAMETERS,
     buffers_of,
+    children_of,
     is_compiled,
     parameters_of,
 )
@@ -405,3 +406,46 @@ def refuse_rescaled(embeddings: Mapping[str, Any]) -> None:
                 f"the embedding {name!r} has max_norm={embedding.max_norm:g}: each device would rescale the rows that it sees. "
                 f"expected max_norm=None: rescale all rows after each update: with torch.no_grad(): {rescaling}"
             )
+
+
+def find_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the repeated blocks of a network.
+
+    Blocks are two or more modules of one class in an ``nn.ModuleList`` or an ``nn.Sequential``,
+    with parameters and children. The outermost such modules count. If there are none, any two or
+    more children of one class count.
+    """
+    lists = _blocks_under(module, "", (nn.ModuleList, nn.Sequential))
+    return tuple(lists or _blocks_under(module, "", (nn.Module,)))
+
+
+def _blocks_under(
+    parent: nn.Module,
+    prefix: str,
+    containers: tuple[type[nn.Module], ...],
+) -> list[str]:
+    children = {
+        name: child
+        for name, child in parent.named_children()
+        if any(True for _ in child.parameters())
+    }
+    kinds = [class_of(child) for child in children.values()]
+    names = []
+    for name, child in children.items():
+        is_repeated = (
+            isinstance(parent, containers)
+            and kinds.count(class_of(child)) > 1
+            and len(children_of(child)) > 0
+        )
+        within = []
+        if isinstance(child, nn.Sequential) or not is_repeated:
+            within = _blocks_under(child, f"{prefix}{name}.", containers)
+        if not within and is_repeated and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            within = [prefix + name]
+        names += within
+    return names
+
+
+def class_of(module: nn.Module) -> Any:
+    """Returns the class of a module, which has another one while it is checkpointed."""
+    return getattr(module, "made_from", (type(module),))[0]

@@ -24,24 +24,25 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..batch.containers import map_tensors
-from ..batch.rows import Shard, move_leaves
+from .. import BalancedOptimizer
+from ..batch import containers
+from ..batch.rows import Shard
 from ..loss.kinds import Kind
-from ..loss.sums import LossSum, Weight, add_numbers, power_of_two, run_backward
-from ..optim.balanced import BalancedOptimizer, is_elementwise
+from ..loss.sums import LossSum, add_numbers, power_of_two, run_backward
+from ..optim.balanced import is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
-from ..runtime.devices import Devices
-from ..runtime.torch_private import foreach_multiply_
 from ..runtime.values import scaled
+from ..strategies.ddp import DDPSync
+from ..strategies.replicas import ReplicaSync
 from ..training.settings import Settings, Unchecked
-from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync
 from ..training.update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
+from .groups import DDPGroups, GroupReport, GroupSync, ReplicaGroups
+from .kinds import exact_kind
 from .numbered_rows import ArithmeticByRow
 
 _BITS = 52  # of the largest element of a gradient, and at least 44
@@ -199,7 +200,8 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     norm = _norm([*map(_real, gradients)])
     factor = max_norm / (norm + 1e-6)  # nan if the norm is
     if not factor >= 1:
-        foreach_multiply_(gradients, factor)
+        for gradient in gradients:
+            gradient.mul_(factor)
     home = gradients[0].device if gradients else None
     return torch.tensor(norm, dtype=torch.float64, device=home)
 
@@ -239,13 +241,13 @@ class ExactAccumulation(Accumulation):
         weight_before: float,
     ) -> None:
         super().__init__(forwards, sync, kind, weight_before)
-        _check_determinism(forwards.model.devices)
+        _check_determinism(self._device)
         self._groups = sync
         self._rows = int(forwards.limit.value or 1)  # Rows of a group.
         self._trained = list(forwards.trained.values())
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
-        self._weights: list[Weight] = []
+        self._weights: list[Tensor | float] = []
         self._sums: dict[torch.device, dict[Tensor, ExactSum]] = {}
         self._has_graph = False
 
@@ -253,7 +255,7 @@ class ExactAccumulation(Accumulation):
         """Runs forward and backward of each group."""
         plan = self.plan(run)
         shards = itertools.chain(*plan)
-        targets = [move_leaves(shard.targets.inputs, None) for shard in shards]
+        targets = [shard.plain_targets() for shard in shards]
         kind = self.kind.of_batch(targets or run.batch.counted_targets, is_whole=run.is_whole)
         self._has_kind = True
         self._weights.append(kind.weight)
@@ -447,8 +449,7 @@ def _own_memory(shard: Shard) -> Shard:
     def copied(tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.device == shard.device else tensor
 
-    inputs: Any = map_tensors(copied, shard.inputs)
-    targets: Any = map_tensors(copied, shard.targets)
+    inputs, targets = containers.map_tensors(copied, (shard.inputs, shard.targets))
     return shard._replace(inputs=inputs, targets=targets)
 
 
@@ -475,7 +476,8 @@ class ExactArithmetic(ArithmeticByRow):
     def check(self, optimizers: Sequence[torch.optim.Optimizer], micro_batch_size: object) -> None:
         """Raises ``ValueError`` for settings of a step whose bits depend on the layout."""
         super().check(optimizers, micro_batch_size)
-        whole = {*self.model.parameters(), *self.criterion.parameters()}
+        of_model = {*self.model.parameters()}
+        of_criterion = {*self.criterion.parameters()}
         names = sorted({_name_of(device) for device in self.model.devices})
         refused = ""
         if not isinstance(micro_batch_size, int):
@@ -498,7 +500,12 @@ class ExactArithmetic(ArithmeticByRow):
             refused = (
                 f"{' and '.join(names)}, expected devices of one kind: others round in another way"
             )
-        elif any(_depends_on_cut(optimizer, whole) for optimizer in optimizers):
+        elif of_model & of_criterion and len({*self.model.devices}) > 1:
+            refused = (
+                "a parameter that model and criterion share on several devices, expected it in the module alone: its gradients "
+                "are added in another order on one device"
+            )
+        elif any(_depends_on_cut(optimizer, of_model | of_criterion) for optimizer in optimizers):
             refused = (
                 "BalancedOptimizer(shard='elements') that is fused or has 16-bit parameters, whose rounding on the CPU depends "
                 "on the cut, expected shard='parameters'"
@@ -508,11 +515,17 @@ class ExactArithmetic(ArithmeticByRow):
 
     def kind_of(self, kind: Kind) -> Kind:
         """Returns the kind of a loss with exact sums."""
-        return kind.exact()
+        return exact_kind(kind)
 
-    def opener(self, strategy: GradientSync) -> Callable[[], UpdateSync]:
+    def opener(self, strategy: object) -> Callable[[], GroupSync]:
         """Returns the function that opens an update of groups."""
-        return strategy.by_group()
+        if isinstance(strategy, DDPSync):
+            return lambda: DDPGroups(strategy, strategy.model)
+        if not isinstance(strategy, ReplicaSync):
+            raise ValueError(
+                "reproducible='bits' with strategy='fsdp', which sums gradients in every micro-batch, expected strategy='ddp'"
+            )
+        return lambda: ReplicaGroups(strategy.model, strategy.criterion)
 
     def prepare(self) -> Callable[[Shard], Shard]:
         """Returns the function that copies the tensors of a group."""
@@ -537,10 +550,10 @@ class ExactArithmetic(ArithmeticByRow):
 ARITHMETIC = {True: ArithmeticByRow, "bits": ExactArithmetic}
 
 
-def _check_determinism(devices: Devices) -> None:
+def _check_determinism(device: torch.device) -> None:
     """Raises ``RuntimeError`` if kernels of GPUs may sum in any order."""
     is_set = torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
-    if devices[0].type == "cuda" and not is_set:
+    if device.type == "cuda" and not is_set:
         raise RuntimeError(
             "reproducible='bits' on GPUs, whose kernels may sum in any order, expected torch.use_deterministic_algorithms(True), "
             "torch.backends.cudnn.benchmark = False, and CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment"

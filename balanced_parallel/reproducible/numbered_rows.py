@@ -22,7 +22,7 @@ from ..batch import containers
 from ..batch.rows import Batch, Shard
 from ..loss.copies import Calls
 from ..loss.kinds import Kind
-from ..runtime.collectives import gather_objects, rank, tell_failure, world_size
+from ..runtime import collectives
 from ..runtime.torch_private import draws_in_compiled_code
 from ..training.settings import Settings
 from ..training.update import Arithmetic, BatchRun, Compute, Forwards, Limit, Reduced, Work
@@ -60,14 +60,14 @@ class NumberedRows:
         kind = self._arithmetic.batch_kind(batch)
         is_known = not rows or kind in self._arithmetic.draws
         if self._update is None:
-            everyone = gather_objects(
+            everyone = collectives.gather_objects(
                 (int(torch.empty((), dtype=torch.int64).random_()), rows, is_known)
             )
             counts = [count for _, count, _ in everyone]
             self._check_groups(counts)
-            self._update = UpdateRandom(everyone[0][0], sum(counts[: rank()]))
+            self._update = UpdateRandom(everyone[0][0], sum(counts[: collectives.rank()]))
             is_known = all(is_known for _, _, is_known in everyone)
-        elif world_size() > 1:
+        elif collectives.world_size() > 1:
             raise ValueError(
                 "reproducible=True with several add() calls on several ranks: pass the effective batch to step(...)"
             )
@@ -125,7 +125,7 @@ class NumberedRows:
         if self._update is not None:
             self._update.end()
             return self._opened().discard(error)
-        tell_failure(error)
+        collectives.tell_failure(error)
         return False
 
     def _check_groups(self, counts: Sequence[int]) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,41 +191,3 @@ def pin(tensor: Tensor) -> Tensor:
         if tensor.is_cpu and not tensor.requires_grad and torch.accelerator.is_available()
         else tensor
     )
-
-
-@contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
-    """Computes products of float32 tensors with all bits of float32 in this block, in all threads.
-
-    cuDNN uses 10 bits of mantissa by default (TF32). torch has an old and a new way to set this,
-    and raises an error if they differ. So both are set, and put back.
-    """
-    backends: Any = torch.backends
-    # The CPU is among them: torch.set_float32_matmul_precision("medium") rounds to bfloat16 there.
-    switches = [
-        backends.cuda.matmul,
-        backends.cudnn.conv,
-        backends.cudnn.rnn,
-        backends.mkldnn.matmul,
-    ]
-    before = [switch.fp32_precision for switch in switches]
-    try:
-        old_way: tuple[str, bool] | None = (
-            torch.get_float32_matmul_precision(),
-            backends.cudnn.allow_tf32,
-        )
-    except RuntimeError:  # set in the new way, by a program that then does not read the old one
-        old_way = None
-
-    def set_precisions(precisions: Sequence[str], old: tuple[str, bool]) -> None:
-        if old_way is not None:
-            torch.set_float32_matmul_precision(old[0])
-            backends.cudnn.allow_tf32 = old[1]
-        for switch, precision in zip(switches, precisions, strict=True):
-            switch.fp32_precision = precision
-
-    try:
-        set_precisions(["ieee"] * len(switches), ("highest", False))
-        yield
-    finally:
-        set_precisions(before, old_way or ("highest", False))

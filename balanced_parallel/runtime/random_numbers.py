@@ -99,21 +99,6 @@ def set_generators(states: Mapping[str, Tensor], devices: Devices) -> None:
         torch.get_device_module(device).set_rng_state(states[f"device{number}"], device)
 
 
-def seed_anew(of_cpu: Tensor, devices: Devices, first: int) -> None:
-    """Sets the CPU's generator, and gives ``devices`` seeds that follow from it: all different, and
-    others than before.
-
-    The state of the CPU's generator is the same on all ranks. ``first`` is the first device's
-    number among those of all ranks.
-    """
-    torch.set_rng_state(of_cpu)
-    seed = int(torch.empty((), dtype=torch.int64).random_())
-    torch.set_rng_state(of_cpu)
-    for number, device in _accelerators(devices):
-        with on_device(device, None):
-            torch.get_device_module(device).manual_seed((seed + first + number) % 2**63)
-
-
 def _accelerators(devices: Devices) -> list[tuple[int, torch.device]]:
     return [
         (number, device)

@@ -220,13 +220,6 @@ def forget_gradients(parameters: Iterable[torch.Tensor]) -> None:
         parameter.grad = None
 
 
-def take_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the parameters that have a gradient, each with it, and forgets the gradients."""
-    taken = [(each, each.grad) for each in parameters if each.grad is not None]
-    forget_gradients(parameter for parameter, _ in taken)
-    return taken
-
-
 @contextlib.contextmanager
 def _autocast(dtype: torch.dtype, devices: Iterable[torch.device]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:

@@ -2,8 +2,8 @@
 optimizer state, and evaluation.
 """
 
-from ..replicas.replicas import inference
 from .checkpointing import checkpoint_activations
+from .evaluation import inference
 from .linear_cross_entropy import LinearCrossEntropy, replace_lm_head
 from .offloading import offload_activations, offload_optimizer
 

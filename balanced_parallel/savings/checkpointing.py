@@ -21,54 +21,13 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from ..replicas.module_tree import class_of, find_blocks
 from ..runtime import torch_private
 from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import buffers_of, children_of, parameters_of, versions
 from ..runtime.values import check_type
 
 EXPECTED = "expected names of named_modules(): blocks=['encoder', 'decoder']"
-
-
-def find_blocks(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the repeated blocks of a network.
-
-    Blocks are two or more modules of one class in an ``nn.ModuleList`` or an ``nn.Sequential``,
-    with parameters and children. The outermost such modules count. If there are none, any two or
-    more children of one class count.
-    """
-    lists = _blocks_under(module, "", (nn.ModuleList, nn.Sequential))
-    return tuple(lists or _blocks_under(module, "", (nn.Module,)))
-
-
-def _blocks_under(
-    parent: nn.Module,
-    prefix: str,
-    containers: tuple[type[nn.Module], ...],
-) -> list[str]:
-    children = {
-        name: child
-        for name, child in parent.named_children()
-        if any(True for _ in child.parameters())
-    }
-    kinds = [_kind(child) for child in children.values()]
-    names = []
-    for name, child in children.items():
-        is_repeated = (
-            isinstance(parent, containers)
-            and kinds.count(_kind(child)) > 1
-            and len(children_of(child)) > 0
-        )
-        within = []
-        if isinstance(child, nn.Sequential) or not is_repeated:
-            within = _blocks_under(child, f"{prefix}{name}.", containers)
-        if not within and is_repeated and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            within = [prefix + name]
-        names += within
-    return names
-
-
-def _kind(module: nn.Module) -> Any:
-    return module.made_from[0] if isinstance(module, Checkpointed) else type(module)
 
 
 class Checkpointed:
@@ -145,7 +104,7 @@ class CheckpointHandle:
     def remove(self) -> None:
         """Undoes the checkpointing, for graphs that are made from now on."""
         for module in self._modules:
-            module.__class__ = _kind(module)
+            module.__class__ = class_of(module)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(parts={list(self.parts)})"
@@ -187,7 +146,7 @@ def checkpoint_activations(
     """
     check_type("module", module, nn.Module, "a module, as in checkpoint_activations(net)")
     for submodule in module.modules():
-        submodule.__class__ = _kind(submodule)
+        submodule.__class__ = class_of(submodule)
     names: Sequence[str] = find_blocks(module)
     if blocks != "auto":
         check_type("blocks", blocks, Iterable, "'auto', or the names of submodules")
@@ -209,7 +168,7 @@ def checkpoint_activations(
     parts: list[str] = []
     for name, count in segments.items():
         child = modules[name]
-        child.__class__ = _checkpointed(_kind(child), count, selective)
+        child.__class__ = _checkpointed(class_of(child), count, selective)
         parts += (
             [name]
             if count == 1

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
+from ..loss.rules import add_loss
 from ..runtime.torch_private import keeps_graph
 
 
@@ -492,3 +493,6 @@ def _class_without_logits(kind: Any) -> Any:
         (WithoutLogits, kind),
         {**body, "__module__": kind.__module__, "__doc__": kind.__doc__},
     )
+
+
+add_loss(LinearCrossEntropy, linear_cross_entropy)

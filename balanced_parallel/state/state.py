@@ -9,7 +9,7 @@ import collections
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from ..optim.balanced import BalancedOptimizer
 from ..runtime import collectives
-from ..runtime.random_numbers import generator_states, seed_anew, set_generators
+from ..runtime.devices import is_accelerator, on_device
+from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_sharded, uncompiled_name
 from ..runtime.values import check_type
 from ..training.settings import TrainedObjects, names_by_group
@@ -143,6 +144,22 @@ class TrainedState(TrainedObjects):
             collectives.world_size(),
             [device.type for device in dict.fromkeys(self.model.devices)],
         ]
+
+
+def seed_anew(of_cpu: Tensor, devices: Sequence[torch.device], first: int) -> None:
+    """Sets the CPU's generator, and gives ``devices`` seeds that follow from it: all different, and
+    others than before.
+
+    The state of the CPU's generator is the same on all ranks. ``first`` is the first device's
+    number among those of all ranks.
+    """
+    torch.set_rng_state(of_cpu)
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    torch.set_rng_state(of_cpu)
+    for number, device in enumerate(dict.fromkeys(devices)):
+        if is_accelerator(device):
+            with on_device(device, None):
+                torch.get_device_module(device).manual_seed((seed + first + number) % 2**63)
 
 
 def parameters_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -42,7 +42,6 @@ of a small model 4 % slower.
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Unpack
 
@@ -56,7 +55,7 @@ from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, hand_back, run_backward, zero_of
-from ..runtime import collectives, torch_private, transport
+from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import (
@@ -67,9 +66,9 @@ from ..runtime.torch_private import (
     is_differentiable,
     run_after_backward,
 )
-from ..runtime.values import check_type, forget_gradients, take_gradients
+from ..runtime.values import check_type, forget_gradients
 from ..training.settings import Settings
-from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync, gradient_sync
+from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
     RankModel,
@@ -462,19 +461,17 @@ class RequestedGradients:
         run_after_backward(finish)
 
 
-class _DDPSync(RankSync):
+class DDPSync(RankSync):
     """Opens updates of a :class:`DistributedModel`."""
 
-    _model: DistributedModel
+    model: DistributedModel
 
     def open(self) -> UpdateSync:
-        return _DDPUpdate(self, self._model)
-
-    def by_group(self) -> Callable[[], GroupSync]:
-        return lambda: _DDPGroups(self, self._model)
+        """Returns the synchronisation of one update."""
+        return DDPUpdate(self, self.model)
 
 
-class _DDPUpdate(RankUpdate):
+class DDPUpdate(RankUpdate):
     """Averages gradients over ranks, in the backward of each rank's last micro-batch.
 
     They are in the reducer's buckets. A rank that fails takes part in what the others wait for, and
@@ -511,6 +508,7 @@ class _DDPUpdate(RankUpdate):
             yield [self._model.zero()]
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
+        """Runs the backward. The last one reduces all gradients."""
         if local is None:
             run_backward(losses, divisor)
             return
@@ -526,12 +524,14 @@ class _DDPUpdate(RankUpdate):
         self._is_reduced = True
 
     def agree(self, report: RankReport) -> RankReport:
+        """Returns the sums of the reports, or raises the failure of another rank."""
         sums = self._exchange(report)
         if failures := sums.failed or sums.out_of_memory:
             collectives.raise_failure(failures, self._ranks, not sums.failed)
         return sums
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
+        """Ends the reduction. The first one rebuilds the buckets."""
         whole = super().finish(local, settings)
         if not self._model.record.buckets:
             self._rebuild()
@@ -546,6 +546,7 @@ class _DDPUpdate(RankUpdate):
         self._model.record.take_places()
 
     def tell(self, error: BaseException, *, has_begun: bool) -> None:
+        """Tells the other ranks of a failure, unless they wait in a layer."""
         if has_begun and self._sync.meets_ranks:
             return  # The others wait in a layer.
         collectives.tell_failure(error)
@@ -592,65 +593,9 @@ class _DDPUpdate(RankUpdate):
         return sums
 
 
-class _DDPGroups(_DDPUpdate, GroupSync):
-    """Sums integers over ranks at the end of an update. The reducer does not run."""
-
-    _sizes: list[int] = []  # noqa: RUF012 - Elements of tensors that are not summed yet.
-
-    def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        no_sync: contextlib.AbstractContextManager[None] = self._model.no_sync()
-        return no_sync
-
-    def take(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        return take_gradients(parameters)
-
-    def gather(self, report: GroupReport) -> list[GroupReport]:
-        reports = collectives.gather_objects(report, self._record.group)
-        self._with_rows = sum(1 for each in reports if each.losses)
-        self._is_reduced = True
-        return reports
-
-    def reduce(self, sizes: Sequence[int], tensors: Iterator[Tensor]) -> None:
-        self._sizes = [*sizes]
-        while self._sizes:
-            self._reduce(tensors)
-
-    def _reduce(self, tensors: Iterator[Tensor]) -> None:
-        """Sums the next integers, of at most the bytes of a buffer, or of one tensor."""
-        ends = itertools.accumulate(self._sizes)
-        count = max(1, sum(8 * end <= transport.BUFFER_BYTES for end in ends))
-        sizes = self._sizes[:count]
-        parts = [*itertools.islice(tensors, count)]
-        flat = torch.cat([part.flatten() for part in parts])
-        total = collectives.sum_over_ranks(flat, self._record.group)
-        del self._sizes[:count]
-        for part, summed in zip(parts, total.split(sizes), strict=True):
-            part.copy_(summed.view(part.shape))
-
-    def confirm(self) -> None:
-        collectives.gather_objects(True, self._record.group)
-        self._has_agreed = True
-        self._unshared = self._with_rows, 0
-        self._share()
-
-    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Checks the gradients, which are those of the loss."""
-        self._shared_gradients(tensors)
-
-    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
-        self._has_agreed |= self._share()
-        if not (self._has_agreed or isinstance(error, ElsewhereFailure)):
-            while self._sizes:
-                zeros = functools.partial(torch.zeros, dtype=torch.int64, device=self._device)
-                self._reduce(map(zeros, self._sizes))
-            self.tell(error, has_begun=not self._is_reduced)
-            error = ElsewhereFailure()
-        return super().discard(error)
-
-
 @gradient_sync.register
 def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync:
-    return _DDPSync(model, criterion)
+    return DDPSync(model, criterion)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, run_backward, widen, zero_of
+from ..replicas.module_tree import find_blocks
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure, gather_objects
 from ..runtime.devices import free_bytes, is_accelerator
@@ -55,7 +56,6 @@ from ..runtime.torch_private import (
     without_compilation,
 )
 from ..runtime.values import Precision, forget_gradients
-from ..savings.checkpointing import find_blocks
 from ..training.snapshot import keep_numbers
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
@@ -262,7 +262,7 @@ class ShardedModel(RankModel):
 class _FSDPSync(RankSync):
     """Opens updates of a :class:`ShardedModel`, and keeps what they learn for those behind."""
 
-    _model: ShardedModel
+    model: ShardedModel
 
     def __init__(self, model: ShardedModel, criterion: DataParallelCriterion) -> None:
         super().__init__(model, criterion)
@@ -270,22 +270,17 @@ class _FSDPSync(RankSync):
         self._updates = 0  # complete ones
 
     def open(self) -> UpdateSync:
-        return _FSDPUpdate(self, self._model)
-
-    def by_group(self) -> NoReturn:
-        raise ValueError(
-            "reproducible='bits' with strategy='fsdp', which sums gradients in every micro-batch, expected strategy='ddp'"
-        )
+        return _FSDPUpdate(self, self.model)
 
     def fits(self) -> bool:
         """Returns True once, if whole gradients fit beside the state of the optimizer, and a
         failure can forget them.
         """
         # newer than torch 2.11
-        if self._updates != 1 or not hasattr(self._model.units[-1], "reset_iter_state"):
+        if self._updates != 1 or not hasattr(self.model.units[-1], "reset_iter_state"):
             return False
-        needed = 4 * sum(parameter.numel() for parameter in self._model.gradients.parameters)
-        device = self._model.devices[0]
+        needed = 4 * sum(parameter.numel() for parameter in self.model.gradients.parameters)
+        device = self.model.devices[0]
         return not is_accelerator(device) or needed <= free_bytes(device) // 2
 
     def learn(self, *, all_fit: bool) -> None:

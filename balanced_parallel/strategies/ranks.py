@@ -264,19 +264,19 @@ class RankSync(GradientSync):
     """
 
     def __init__(self, model: RankModel, criterion: DataParallelCriterion) -> None:
-        self._model = model
+        self.model = model
         self._criterion_sums_rows = criterion.copies.collectives.sums_rows
 
     @property
     def meets_ranks(self) -> bool:
         """True if ranks wait for each other in a forward, so that all of them run equally many."""
-        return self._model.meets_ranks or self._criterion_sums_rows
+        return self.model.meets_ranks or self._criterion_sums_rows
 
     def random_numbers(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Draws the numbers of this rank. On an accelerator, the generator has a seed of its own."""
-        if not self._model.draws_on_host:
+        if not self.model.draws_on_host:
             return contextlib.nullcontext()
-        return self._model.rank_numbers.drawing(collectives.rank(), is_last=is_last)
+        return self.model.rank_numbers.drawing(collectives.rank(), is_last=is_last)
 
 
 class RankReport(NamedTuple):

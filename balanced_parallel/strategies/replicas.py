@@ -13,12 +13,11 @@ from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
 from ..runtime.torch_private import foreach_multiply_
-from ..runtime.values import take_gradients
 from ..training.settings import Settings
-from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync, gradient_sync
+from ..training.sync import GradientSync, UpdateSync, gradient_sync
 
 
-class _ReplicaSync(GradientSync, GroupSync):
+class ReplicaSync(GradientSync, UpdateSync):
     """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of
     the last micro-batch.
 
@@ -27,37 +26,12 @@ class _ReplicaSync(GradientSync, GroupSync):
     """
 
     def __init__(self, model: DataParallelModel, criterion: DataParallelCriterion) -> None:
-        self._model = model
-        self._criterion = criterion
+        self.model = model
+        self.criterion = criterion
 
     def open(self) -> UpdateSync:
+        """Returns itself."""
         return self
-
-    def by_group(self) -> Callable[[], GroupSync]:
-        shared = {*self._model.parameters()} & {*self._criterion.parameters()}
-        if shared and len({*self._model.devices}) > 1:
-            raise ValueError(
-                "reproducible='bits' with a parameter that model and criterion share on several devices, expected it in the "
-                "module alone: its gradients are added in another order on one device"
-            )
-        return lambda: self
-
-    def take(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        taken = []
-        for replicas in (self._criterion.replicas, self._model.replicas):
-            for bucket in replicas.gradients.buckets:
-                for gradients in bucket.take():
-                    for place, gradient in gradients.items():
-                        taken.append((bucket.parameters[place], gradient))
-        return taken + take_gradients(parameters)
-
-    def gather(self, report: GroupReport) -> list[GroupReport]:
-        return [report]
-
-    def reduce(self, sizes: Sequence[int], tensors: Iterator[Tensor]) -> None:
-        """Makes the tensors: there is one process."""
-        for _ in tensors:
-            pass
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the expected weight, if the host knows it.
@@ -73,14 +47,17 @@ class _ReplicaSync(GradientSync, GroupSync):
         return expected if isinstance(expected, float) and 0 < expected < math.inf else 1.0
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        return window(self._model, self._criterion, deferred=True)
+        """Leaves the gradients in the buckets in this block."""
+        return window(self.model, self.criterion, deferred=True)
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
+        """Yields nothing to run, if the gradients of the replicas are not summed yet."""
         if not is_reduced:
             yield []  # The backward only sums the gradients of the replicas.
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
-        both = self._criterion.replicas, self._model.replicas
+        """Runs the backward. The last one sums the gradients of the replicas."""
+        both = self.criterion.replicas, self.model.replicas
         if losses:
             compiled = [
                 replicas
@@ -100,25 +77,31 @@ class _ReplicaSync(GradientSync, GroupSync):
                 replicas.gradients.reduce()
 
     def random_numbers(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Returns a block without effect: there is one process."""
         return contextlib.nullcontext()
 
     def count_micro_batches(self, count: int) -> int:
+        """Returns the number."""
         return count
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
+        """Returns the loss and the weight of this process."""
         return local
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
+        """Multiplies the gradients of these tensors."""
         if isinstance(factor, Tensor) or factor != 1:
             foreach_multiply_(
                 [tensor.grad for tensor in tensors if tensor.grad is not None], factor
             )
 
     def smallest(self, number: float) -> float:
+        """Returns the number."""
         return number
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
-        for replicas in (self._criterion.replicas, self._model.replicas):
+        """Drops the gradients in the buckets."""
+        for replicas in (self.criterion.replicas, self.model.replicas):
             replicas.gradients.drop()
         return False
 
@@ -137,4 +120,4 @@ def _(model: DataParallelModel, criterion: DataParallelCriterion) -> GradientSyn
         raise TypeError(
             f"{world_size()} ranks are running, but DataParallelModel is for one: use parallelize(module, criterion)"
         )
-    return _ReplicaSync(model, criterion)
+    return ReplicaSync(model, criterion)

@@ -20,7 +20,6 @@ from torch import Tensor
 from ..runtime.collectives import ElsewhereOutOfMemory, rank
 from ..runtime.devices import accelerators
 from ..runtime.torch_private import TorchDispatchMode
-from ..savings.saving import advice
 from .settings import Settings
 from .snapshot import Snapshot, explain_writes, record_versions
 from .sync import GradientSync, UpdateSync
@@ -153,6 +152,8 @@ class Recovery:
         self._before.restore()
         release_memory()
         if not smaller:
+            from ..savings.saving import advice
+
             raise torch.OutOfMemoryError(
                 f"{writes}, or give a micro_batch_size that fits: {self._reason}"
                 if writes

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.outputs import PerReplica, join_outputs
-from ..batch.rows import Batch, Cut, ParallelModel, spread
+from ..batch.rows import Batch, Cut, ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans, merge_logged
 from ..loss.kinds import SEVERAL, Kind
@@ -325,10 +325,10 @@ class TrainStep:
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
         if self.cut is None:
-            return Batch(*self._forwards.mark(inputs, spread(targets)))
+            return Batch(*self._forwards.mark(inputs, targets))
         batch = self.cut.open(
             inputs,
-            spread(targets),
+            targets,
             self._forwards.mark,
             self.model.module.forward,
             unit=self._limit.unit,

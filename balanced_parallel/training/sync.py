@@ -12,7 +12,7 @@ The code below is one update::
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -27,12 +27,6 @@ class GradientSync(Protocol):
 
     def open(self) -> "UpdateSync":
         """Returns the synchronisation of one update. An update that runs again opens another one."""
-
-    def by_group(self) -> "Callable[[], GroupSync]":
-        """Returns the function that opens an update of groups of rows, for ``reproducible="bits"``.
-
-        Raises ``ValueError`` for a strategy that has none.
-        """
 
     def random_numbers(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Surrounds all work on rows of one update, whose random numbers are those of this process.
@@ -101,34 +95,6 @@ class UpdateSync(Protocol):
         ``divide`` takes part in their :meth:`divisor`, unless this process has.
         """
         return False
-
-
-class GroupReport(NamedTuple):
-    """Numbers of the groups of rows of a process, for all others."""
-
-    losses: Sequence[float] = ()  # the sum of the losses of each group
-    weights: Sequence[float] = ()
-    # The units of the gradients of each parameter; None for an unused parameter.
-    units: Sequence[Sequence[int] | None] = ()
-    digest: Sequence[float] = ()  # The settings.
-    refusal: str = ""
-
-
-class GroupSync(UpdateSync, Protocol):
-    """Sums an update whose gradients are taken after each backward."""
-
-    def take(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Returns parameters with a gradient on one of the devices, and forgets the gradients."""
-
-    def gather(self, report: GroupReport) -> list[GroupReport]:
-        """Returns the reports of all processes."""
-
-    def reduce(self, sizes: Sequence[int], tensors: Iterator[Tensor]) -> None:
-        """Sums tensors of integers, with these numbers of elements, over all processes, in place."""
-
-    def confirm(self) -> None:
-        """Tells that this process has its gradients. Raises an error if another one has not."""
-        return
 
 
 @functools.singledispatch

@@ -205,13 +205,11 @@ class Forwards:
         state = ForwardState(model.module, criterion.module)
         self.state = None if state.is_empty else state
 
-    def mark(
-        self, inputs: Any, targets: tuple[Any, ...]
-    ) -> tuple[Arguments, Arguments, tuple[int, int]]:
+    def mark(self, inputs: Any, targets: Any) -> tuple[Arguments, Arguments, tuple[int, int]]:
         """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
         marked.
         """
-        arguments = Arguments(targets, {})
+        arguments = Arguments(spread(targets), {})
         dim = self.criterion.dim_of_targets(arguments, self.model.out_dims)
         return as_arguments(inputs), arguments, (self.model.dim, dim)
 
@@ -229,7 +227,7 @@ class Forwards:
         Raises:
             ValueError: the rows of inputs and targets do not fit.
         """
-        run = BatchRun(Batch(*self.mark(inputs, spread(targets))), is_last)
+        run = BatchRun(Batch(*self.mark(inputs, targets)), is_last)
         self.begin(run)
         return run
 

@@ -238,6 +238,19 @@ def test_a_rank_without_samples_is_refused_if_others_wait_for_its_batch_norm():
         run_ranks(2, train_with_batch_norm, expected, fresh=True)
 
 
+def begin_without_samples(rank):
+    net = convert_sync_batchnorm(Normed().double())
+    cut = ByCost(tokens_of, collate=whole, combine=sum)
+    step = parallel_step(net, devices=["cpu"], lr=0.0, cut=cut)
+    step([] if rank else make_samples())
+
+
+@pytest.mark.slow
+def test_a_rank_without_samples_in_its_first_batch_is_refused_if_others_wait_for_its_batch_norm():
+    with pytest.raises(AssertionError, match="this rank had no sample in its first batch"):
+        run_ranks(2, begin_without_samples, fresh=True)
+
+
 def flat_tags(samples):
     inputs, tags = join(samples)
     return Whole((inputs, tags.flatten()))

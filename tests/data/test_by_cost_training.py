@@ -35,9 +35,11 @@ from torch.utils.data import default_collate
 
 from balanced_parallel import (
     AdditiveLoss,
+    ByCost,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
+    Whole,
     simulate,
 )
 
@@ -396,3 +398,27 @@ def test_ranks_cut_their_own_samples(rank, strategy, settings, parts):
         optimizer.step()
     found = [whole(parameter).detach() for parameter in sharded.parameters()]
     assert_equal(found, values_of(net))
+
+
+class Biased(nn.Module):
+    """Adds a bias of each position, which all rows share."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+
+    def forward(self, words, bias):
+        return (self.words(words).sum(-1) + bias) * (words > 0)
+
+
+def test_an_input_that_every_replica_gets_whole_stays_whole_where_it_is_trimmed():
+    """The bias was cut to the rows of a shard: an index was out of range."""
+    net = Biased()
+    model = DataParallelModel(net, ["cpu"] * 2)
+    criterion = DataParallelCriterion(lambda output: output.sum(), reduction="sum")
+    cut = ByCost(lambda inputs: (inputs[0] > 0).sum(1), trim=1, limit=8)
+    words = torch.tensor([[1, 2, 3, 4, 5], [1, 0, 0, 0, 0], [2, 3, 0, 0, 0]])
+    bias = torch.arange(5.0)[None]
+    expected = net(words, bias).sum()
+    loss = TrainStep(model, criterion, sgd(net), cut=cut)((words, Whole(bias)))
+    torch.testing.assert_close(loss, expected.detach())

@@ -5,14 +5,15 @@ import contextlib
 import torch
 from torch import nn
 
-from balanced_parallel.reproducible.row_random import Forward, UpdateRandom, find_draws
-
 CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
 def drawing_by_row(seed, rows, example):
     """Runs the block on rows ``rows`` of an update. ``example(count)`` runs the same forward on a number of rows."""
+    # The tests of the core have none.
+    from balanced_parallel.reproducible.row_random import Forward, UpdateRandom, find_draws
+
     update = UpdateRandom(seed)
     shapes = {}
     try:

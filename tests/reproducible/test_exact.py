@@ -448,9 +448,9 @@ def test_slices_whose_rounding_depends_on_the_cut_are_refused(dtype, settings):
 def test_kernels_of_gpus_that_sum_in_any_order_are_refused(monkeypatch):
     gpu = torch.device("cuda:0")
     with pytest.raises(RuntimeError, match=r"expected torch.use_deterministic_algorithms\(True\)"):
-        exact._check_determinism([gpu])
+        exact._check_determinism(gpu)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    exact._check_determinism([gpu])
+    exact._check_determinism(gpu)
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 1, 2)])

@@ -32,7 +32,8 @@ from transformers import (
 )
 
 from balanced_parallel import DataParallelModel, savings, simulate
-from balanced_parallel.savings.checkpointing import Checkpointed, find_blocks, run_checkpointed
+from balanced_parallel.replicas.module_tree import find_blocks
+from balanced_parallel.savings.checkpointing import Checkpointed, run_checkpointed
 
 
 def checkpoint_all_blocks(net):

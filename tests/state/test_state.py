@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers.checkpoints import Part, load, save
 
-from balanced_parallel.state.state import join_tensors, split_tensors
+from balanced_parallel import simulate
+from balanced_parallel.state.state import join_tensors, seed_anew, split_tensors
 
 Point = collections.namedtuple("Point", ["x", "y"])
 
@@ -119,3 +120,18 @@ def test_value_that_would_change_its_type_is_refused_by_its_place(value, message
     """A named tuple came back as a tuple."""
     with pytest.raises(TypeError, match=message):
         split_tensors({"part": {"x": value}})
+
+
+def test_new_seeds_of_devices_are_different():
+    with simulate(2):
+        devices = [torch.device("sim", index) for index in (0, 1, 0)]
+        torch.manual_seed(5)
+        torch.rand(4, device="sim:0")
+        of_cpu = torch.get_rng_state()
+        seen = [torch.rand(4, device=device).cpu() for device in devices[:2]]
+        first = torch.rand(4)
+        for number in (0, 2):  # Two ranks have two devices each.
+            seed_anew(of_cpu, devices, number)
+            seen += [torch.rand(4, device=device).cpu() for device in devices]
+            assert torch.equal(torch.rand(4), first)
+        assert len({tuple(draw.tolist()) for draw in seen}) == len(seen)

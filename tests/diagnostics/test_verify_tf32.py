@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from balanced_parallel.runtime.devices import without_tf32
+from balanced_parallel.diagnostics.verify import without_tf32
 
 BACKENDS = torch.backends
 

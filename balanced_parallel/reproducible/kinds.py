@@ -1,0 +1,86 @@
+"""Kinds of losses whose sums have the same bits for any order of the parts, on any ranks."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..loss.copies import CriterionCopies
+from ..loss.coupled import CoupledLoss, ShardStatistics
+from ..loss.kinds import Kind, KnownMean, MeansInside
+from ..loss.means import LossOfMeans
+from ..loss.sums import add_numbers
+
+
+def exact_kind(kind: Kind) -> Kind:
+    """Returns the kind whose loss has the same bits for any order of the parts.
+
+    Raises ``ValueError`` for a loss of all rows.
+    """
+    if isinstance(kind, KnownMean):
+        return ExactKnownMean(kind.settings, kind.reduction, kind.least)
+    if isinstance(kind, MeansInside):
+        return ExactMeansInside(kind.settings, kind.reduction)
+    if kind.couples_rows:
+        raise ValueError(
+            "reproducible='bits' with a loss of all rows (whole=True or an AdditiveLoss), whose parts are added in floating "
+            "point, expected a loss whose rows are independent"
+        )
+    return kind  # Parts have the same bits already.
+
+
+class ExactKnownMean(KnownMean):
+    """A mean that torch computes, whose weight is never that of a batch."""
+
+    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
+        """Returns the same kind."""
+        return self
+
+
+class ExactLossOfMeans(LossOfMeans):
+    """A :class:`LossOfMeans` whose sums are the same for any order of the parts, on any ranks."""
+
+    def __init__(
+        self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True
+    ) -> None:
+        super().__init__(copies, home, is_split=is_split)
+        self._numbers: dict[Any, list[Tensor]] = {}
+
+    def _add(self, parts: list[ShardStatistics]) -> None:
+        super()._add(parts)
+        for part in parts:
+            for place, number in part.tensors.items():
+                self._numbers.setdefault(place, []).append(number)
+
+    def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
+        """Returns the derivative on one rank: a quotient of it would be rounded."""
+        if derivative is None or self._is_reporter:
+            return derivative
+        return torch.zeros_like(derivative)
+
+    def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
+        """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
+        form = {place: total.to("meta") for place, total in self._total.items()}
+        numbers = {place: [*map(float, parts)] for place, parts in self._numbers.items()}
+        everywhere = enumerate(self._gather((self._structure, form, numbers)))
+        by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
+        self._check_shapes([form for _, form, _ in by_rank.values()])
+        for formula, form, _ in [*by_rank.values()][-1:]:
+            self._structure = self._structure or formula
+            for place, like in form.items():
+                everyone = itertools.chain(*(parts[2][place] for parts in by_rank.values()))
+                total = add_numbers([*everyone])
+                self._total[place] = torch.full_like(like, total, device=self.home)
+        return [*by_rank]
+
+
+class ExactMeansInside(MeansInside):
+    """A function of sums over the rows that have no order. Each update has two passes."""
+
+    loss = ExactLossOfMeans
+
+    def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
+        """Returns the same kind: a run that is resumed has not learned what the first one had."""
+        return self
