@@ -473,12 +473,19 @@ class LossOfSums(CoupledLoss):
             total, *parts = [widen(each[place]).cpu() for each in samples]
             every = torch.stack([total, *(part * times for part in parts)])
             apart = every.sum(0) - total
-            limit = every.abs().max() * self._tolerance(samples[0][place])
+            limit = self._limit(place, float(every.abs().max()), samples[0][place])
             # The variance of one row is nan. Nan in the whole is the caller's.
             if total.isfinite().all() and not (total - apart).abs().max() <= limit:
                 name = self._name(number, place)
                 values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
                 self._refuse(f"{name} of the first rows, {times} times, {values}")
+
+    def _limit(self, place: Any, largest: float, tensor: Tensor) -> float:
+        """Returns the difference that rounding explains, also of a loss that has become very small."""
+        tolerance = self._tolerance(tensor)
+        checks = self.copies.checks
+        largest_ever = checks.largest(self._kind(place), largest) if checks else largest
+        return tolerance * max(tolerance * largest_ever, largest)
 
     def _tolerance(self, tensor: Tensor) -> float:
         if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
