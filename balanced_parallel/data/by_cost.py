@@ -59,7 +59,7 @@ class ByCost(Cut):
 
     def __init__(
         self,
-        cost: Callable[[Any], Any],
+        cost: Callable[[Any], object],
         *,
         collate: Collate | None = None,
         trim: Trim | None = None,

@@ -36,7 +36,7 @@ from ..runtime.devices import DeviceLike, resolve_devices
 from ..strategies.ddp import DistributedModel
 from ..training.step import TrainStep
 
-Output = dict[str, Any]  # The result of training_step, without the loss.
+Output = dict[str, object]  # The result of training_step, without the loss.
 Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
 LOSS = object()  # Stands for the loss in logged values.
 
@@ -82,7 +82,7 @@ class StepLoss(nn.Module):
         super().__init__()
         self.register_buffer("scale", torch.ones(()))
 
-    def forward(self, result: StepResult) -> Any:
+    def forward(self, result: StepResult) -> object:
         """Returns the loss of a shard."""
         return result.loss * self.scale
 
@@ -106,7 +106,7 @@ def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> tuple[Any, O
     Values that it logs are kept: Lightning gets them after the update.
     """
 
-    def log(name: str, value: Any, *positional: object, **settings: object) -> None:
+    def log(name: str, value: object, *positional: object, **settings: object) -> None:
         logged.append((name, value, positional, settings))
 
     device = next(module.parameters()).device
@@ -124,7 +124,7 @@ def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> tuple[Any, O
     return others.pop("loss", None), others
 
 
-def is_loss(value: object, loss: Any) -> bool:
+def is_loss(value: object, loss: object) -> bool:
     """Returns True if a logged value is that of the loss."""
     if not isinstance(loss, Tensor):
         return False
