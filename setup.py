@@ -47,7 +47,16 @@ extras = {
         "transformers",
     ],
     # These slow down the import of others: tests of their own.
-    "libraries": ["bitsandbytes", "datasets", "lightning>=2.5", "sentence-transformers>=6", "tensorboard", "trl>=1.16", "wandb"],
+    "libraries": [
+        "bitsandbytes",
+        "datasets",
+        "jsonargparse[signatures]",
+        "lightning>=2.5",
+        "sentence-transformers>=6",
+        "tensorboard",
+        "trl>=1.16",
+        "wandb",
+    ],
     "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
     "dev": ["mypy", "ruff", "types-tabulate"],
 }

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -130,15 +131,27 @@ def load(rows, selected=None):
     )
 
 
-def fit(module, strategy="auto", batches=1, rows=12, checkpoint=None, selected=None, **settings):
-    """Trains a module. An update has ``rows`` rows, of ``batches`` batches."""
-    quiet = {
+class SimulatedAccelerator(CPUAccelerator):
+    """The accelerator of a Trainer on simulated devices."""
+
+    def setup_device(self, device):
+        pass
+
+
+def quiet(**settings):
+    """Returns settings of a Trainer on the CPU that writes nothing."""
+    silent = {
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": False,
         "logger": False,
     }
-    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, **quiet, **settings}
+    return {"accelerator": "cpu", "devices": 1, **silent, **settings}
+
+
+def fit(module, strategy="auto", batches=1, rows=12, checkpoint=None, selected=None, **settings):
+    """Trains a module. An update has ``rows`` rows, of ``batches`` batches."""
+    settings = quiet(**{"max_epochs": 2, **settings})
     trainer = Trainer(strategy=strategy, accumulate_grad_batches=batches, **settings)
     trainer.fit(
         module, load(rows // batches, selected), load(12), ckpt_path=checkpoint, weights_only=False

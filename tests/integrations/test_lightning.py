@@ -1,12 +1,11 @@
 """Fits of LightningModules by ``BalancedStrategy`` against those of Lightning with the whole batch on one device."""
 
-import functools
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers.pages import ROOT, blocks
+from helpers.pages import ROOT
 
 pytestmark = [
     pytest.mark.libraries,
@@ -27,7 +26,6 @@ from helpers.lightning_modules import (  # noqa: E402
     fit,
     load,
 )
-from lightning.pytorch import Trainer  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
@@ -212,11 +210,6 @@ class WithClosure(Classifier):
         return torch.optim.LBFGS(self.head.parameters())
 
 
-class WithoutLoss(Classifier):
-    def training_step(self, batch, batch_idx):
-        return None
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -226,7 +219,6 @@ class WithoutLoss(Classifier):
         (Manual, "has automatic_optimization=False, expected neither"),
         (lambda: torch.compile(Classifier(), backend="eager"), "is compiled"),
         (WithClosure, "LBFGS evaluates the loss several times per step"),
-        (WithoutLoss, "returned None, expected a loss"),
     ],
 )
 def test_what_is_refused(make, message):
@@ -256,34 +248,6 @@ def test_a_trainer_trains_one_module_after_the_other():
 
 def test_one_shard_may_have_any_loss():
     check_fit(SharpeRatio, ["cpu"], 1, ["val_loss"])
-
-
-def test_a_module_of_the_page_calls_a_step(monkeypatch):
-    program, methods = blocks("docs/recipes/lightning.md", "py")
-    exec(program.partition("dataset = ")[0], names := {})
-    model = functools.partial(DataParallelModel, device_ids=["cpu"] * 2)
-    names |= {
-        "DataParallelModel": model,
-        "DataParallelCriterion": DataParallelCriterion,
-        "TrainStep": TrainStep,
-    }
-    exec(methods, names | {"contrastive_loss": contrastive}, methods := {})
-    for name, method in methods.items():
-        monkeypatch.setattr(names["Classifier"], name, method)
-    module = names["Classifier"]()
-    module.automatic_optimization = False
-    before = module.net.weight.clone()
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(20, 4), batch_size=10))
-    assert trainer.global_step == 2
-    assert trainer.callback_metrics["train_loss"] > 0
-    assert not torch.equal(module.net.weight, before)
 
 
 @pytest.mark.parametrize(
