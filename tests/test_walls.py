@@ -48,7 +48,12 @@ MAY_IMPORT = {
     "integrations": {"strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
 }
 TORCH_ONLY = [Path("loss/rules.py")]
-OTHER_TESTS = {"gpu", "helpers", "regressions"}  # Their files have other names than modules.
+OTHER_TESTS = {
+    "gpu",
+    "helpers",
+    "libraries",
+    "regressions",
+}  # Their files have other names than modules.
 
 
 def imported_modules(source, package):
