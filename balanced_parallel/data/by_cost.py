@@ -59,7 +59,7 @@ class ByCost(Cut):
 
     def __init__(
         self,
-        cost: Callable[[Any], object],
+        cost: Callable[[Any], Any],
         *,
         collate: Collate | None = None,
         trim: Trim | None = None,
