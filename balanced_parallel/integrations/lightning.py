@@ -21,20 +21,18 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torchmetrics import Metric
 
-from ..batch.outputs import PerReplica, detach_outputs, join
+from .. import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep
+from ..batch.outputs import detach_outputs, join
 from ..batch.rows import count_rows, move_leaves, take
 from ..loss.copies import ShardLoss
-from ..loss.criterion import DataParallelCriterion
 from ..loss.means import UnknownMeanError
 from ..optim.balanced import refuse_closures
-from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import ModuleTree
 from ..replicas.replicas import copy_buffers
 from ..replicas.workers import current_replica
 from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike, resolve_devices
 from ..strategies.ddp import DistributedModel
-from ..training.step import TrainStep
 
 Output = dict[str, object]  # The result of training_step, without the loss.
 Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
