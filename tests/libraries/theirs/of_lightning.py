@@ -41,7 +41,8 @@ REASONS = {
     "evaluates the loss several times": "Optimizers with closures, such as LBFGS, are refused by name",
     "leaves gradients, expected": "An `optimizer_zero_grad` that clears nothing, as a mock of the test, is refused by name",
     "accumulate_grad_batches_with_callback|batches_zero_grad": "The test replaces `SGD.zero_grad`, and counts its calls",
-    r"e-0[5-9], but|is 0, but": "The loss has converged to rounding errors, and its halves differ by these: it is refused",
+    r"e-0[5-9], but|is 0, but": "The loss had converged to rounding errors before the run was resumed, "
+    "and its rows differ by these: it is refused",
     "does not add up over the rows: the total": "`training_step` computes the loss from `batch[0]`, the first row, or from no "
     "row at all, which is refused by name",
     "a row alone raises AssertionError": "`training_step` asserts the number of its rows, and runs on others too",
