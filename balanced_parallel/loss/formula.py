@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -143,6 +144,7 @@ class Statistic(NamedTuple):
     key: Hashable = None  # None: not a count.
     is_bounded: bool = False  # A quotient has a lower bound of the count.
     learns: bool = True  # It has a gradient, or nothing tells.
+    order: str = ""  # Its number among those of its kind, if Python has compared sums.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,10 +225,12 @@ class Formula:
 
     def text_of(self, places: Sequence[str]) -> str:
         """Returns entries of the result as text. It has all numbers, and is equal for other rows."""
-        texts = {each.number: each.kind for each in self.inputs}
-        for each in self.operations:
-            text = each.text or _text_of(each, texts)
-            texts.update((number, text) for number in each.results)
+        texts = {each.number: each.kind + each.order for each in self.inputs}
+        orders = {each.number: each.order for each in self.inputs}
+        for operation in self.operations:
+            order = orders.get(operation.inputs[0], "")
+            text = operation.text + order if operation.text else _text_of(operation, texts)
+            texts.update((number, text) for number in operation.results)
         return ", ".join(_text(self.entries[place], texts) for place in places)
 
     def mean_of(self, places: Sequence[str]) -> Form | None:
@@ -353,6 +357,8 @@ class SumNotes(TorchFunctionMode):
         super().__init__()
         self.statistics: list[Statistic] = []
         self.has_unknown_count = False
+        self._kinds: Counter[str] = Counter()
+        self._has_branches = False  # Python has compared sums, as min() does.
         self._operations: list[Operation] = []
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
@@ -570,6 +576,7 @@ class SumNotes(TorchFunctionMode):
 
     def _text(self, name: str, values: Sequence[object]) -> str:
         leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
+        leaves = [leaf for leaf in leaves if not isinstance(leaf, torch.device)]  # of a replica
         texts = (self._of(leaf).text if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
         return f"{name}({', '.join(texts)})"
 
@@ -579,6 +586,8 @@ class SumNotes(TorchFunctionMode):
             return
         if type(result) in (int, torch.Size):
             self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in call.tensors)
+        if call.name == "bool":
+            self._has_branches |= call.level == _OF_SUMS
         if call.name in _READS and call.tensors:
             facts = self._of(call.tensors[0])
             is_count = facts.is_target or facts.form.kind in ("sum", "bounded")
@@ -652,7 +661,9 @@ class SumNotes(TorchFunctionMode):
         number = next(self._numbers)
         has_gradient = isinstance(value, Tensor) and value.requires_grad
         learns = has_gradient or not self._has_graph
-        self.statistics.append(Statistic(kind, value, number, key, learns=learns))
+        self._kinds[kind] += 1
+        order = f" {self._kinds[kind]}"
+        self.statistics.append(Statistic(kind, value, number, key, learns=learns, order=order))
         return number
 
     def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:
@@ -777,7 +788,10 @@ class SumNotes(TorchFunctionMode):
             structure,
             entries,
             [each for each in self._operations if places.intersection(each.results)],
-            [each._replace(value=None) for each in statistics],
+            [
+                each._replace(value=None, order=each.order if self._has_branches else "")
+                for each in statistics
+            ],
             {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
             values_to_log(result),

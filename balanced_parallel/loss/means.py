@@ -438,10 +438,7 @@ class LossOfMeans(LossOfSums):
         for part in parts:
             if [*part] != [*parts[0]]:
                 first, other = (next(iter(each)).text if each else "" for each in (parts[0], part))
-                raise UnknownMeanError(
-                    f"the criterion computes {first} for some rows, and {other} for others",
-                    f"; {_ALWAYS}",
-                )
+                refuse_formulas(first, other)
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
@@ -451,6 +448,13 @@ class LossOfMeans(LossOfSums):
             f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}",
             advice,
         ) from cause
+
+
+def refuse_formulas(first: str, other: str) -> NoReturn:
+    """Raises an error for a criterion that computes other formulas for other rows."""
+    raise UnknownMeanError(
+        f"the criterion computes {first} for some rows, and {other} for others", f"; {_ALWAYS}"
+    )
 
 
 _ALWAYS = "expected the same means times the same numbers for all rows: compute each always, or give weight="

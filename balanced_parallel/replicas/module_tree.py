@@ -5,6 +5,7 @@ torch's ``replicate`` walks and copies the tree at every forward. Here it is com
 was, and the skeletons are filled again.
 """
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +24,12 @@ from ..runtime.torch_private import (
     FLAT_WEIGHTS,
     FORWARD_HOOKS,
     PARAMETERS,
+    NormWithStatistics,
     buffers_of,
     children_of,
     is_compiled,
     parameters_of,
+    versions,
 )
 
 
@@ -274,15 +277,21 @@ class ModuleTree:
                 _set_entries(entries, before)
 
     @torch.no_grad()
-    def take_buffers(self, skeletons: Skeletons) -> None:
-        """Copies the buffers of the skeletons to the modules, as if the modules themselves had run."""
+    def take_buffers(self, skeletons: Skeletons, filled: Mapping[int, int]) -> None:
+        """Copies the buffers of the skeletons to the modules, as if the modules themselves had run.
+
+        ``filled`` are the versions of the copies, by their ids. A graph may have kept a buffer, so
+        one whose copy is as it was is not written to.
+        """
         for part, skeleton, _ in skeletons:
+            has_statistics = isinstance(part.module, NormWithStatistics)
             for name, buffer in buffers_of(part.module).items():
-                if (
-                    buffer is not None
-                    and (value := buffers_of(skeleton)[name]) is not None
-                    and value.shape == buffer.shape
-                ):
+                value = buffers_of(skeleton)[name]
+                if buffer is None or value is None or value.shape != buffer.shape:
+                    continue
+                is_written = filled.get(id(value)) != versions([value])[0]
+                # Batch norm writes to its statistics without torch's version counter.
+                if is_written or has_statistics:
                     buffer.copy_(value)
 
     @contextmanager
@@ -449,3 +458,31 @@ def _blocks_under(
 def class_of(module: nn.Module) -> Any:
     """Returns the class of a module, which has another one while it is checkpointed."""
     return getattr(module, "made_from", (type(module),))[0]
+
+
+def numbers_of(part: nn.Module) -> dict[str, int | float]:
+    """Returns the attributes that are numbers, such as counters.
+
+    Those of torch's modules change in no forward.
+    """
+    if _is_of_torch(type(part)):  # type: ignore[arg-type]  # Its stub takes the hash for that of instances.
+        return {}
+    return {name: value for name, value in vars(part).items() if type(value) in (int, float)}
+
+
+@functools.cache
+def _is_of_torch(kind: type) -> bool:
+    """Returns True for a class without bases elsewhere. FSDP2 makes subclasses in torch."""
+    names = ("torch.", "balanced_parallel.", "builtins")
+    return all(base.__module__.startswith(names) for base in kind.__mro__)
+
+
+@contextmanager
+def keep_numbers(module: nn.Module) -> Iterator[None]:
+    """Puts the numbers of a module back after the block."""
+    before = [(vars(part), numbers_of(part)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for attributes, numbers in before:
+            attributes.update(numbers)

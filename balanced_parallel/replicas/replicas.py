@@ -39,7 +39,7 @@ from ..runtime.torch_private import (
     versions,
 )
 from .buckets import Bucket, GradientBuckets, kinds_of
-from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
+from .module_tree import ModuleTree, Skeletons, check_device, keep_numbers, refuse_rescaled
 from .recorded import NotedSums, Refresh, check_refresh
 from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
 
@@ -128,6 +128,10 @@ class Replicas:
                 # counter
                 buffers = copy_buffers(tree.buffers(home), others)
                 modules += map(tree.fill, self._skeletons, map(tensors.get, others), buffers)
+                filled: dict[int, int] = {}
+                if devices[0] != home:
+                    copied = [*buffers[0].values()]
+                    filled = dict(zip(map(id, copied), versions(copied), strict=True))
                 self._copy_changed(tree)
                 self._fresh_in = next(iter(self.windows), None)
                 if tree.is_compiled:
@@ -156,7 +160,7 @@ class Replicas:
             finally:
                 self._turns = []
             if devices[0] != home:
-                tree.take_buffers(self._skeletons[0])
+                tree.take_buffers(self._skeletons[0], filled)
 
     @property
     def are_fresh(self) -> bool:
@@ -549,8 +553,8 @@ def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, 
 
 @contextmanager
 def without_trace(module: nn.Module, devices: Devices) -> Iterator[None]:
-    """Surrounds a forward that leaves no trace: random numbers are put back, and buffers are
-    replaced by copies in the block.
+    """Surrounds a forward that leaves no trace: random numbers and numbers in attributes are put
+    back, and buffers are replaced by copies in the block.
     """
     random_numbers = RandomState(devices)
     buffers = [
@@ -561,7 +565,8 @@ def without_trace(module: nn.Module, devices: Devices) -> Iterator[None]:
     for part, name, buffer in buffers:
         setattr(part, name, buffer.clone())
     try:
-        yield
+        with keep_numbers(module):
+            yield
     finally:
         random_numbers.restore()
         for part, name, buffer in buffers:

@@ -42,7 +42,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, run_backward, widen, zero_of
-from ..replicas.module_tree import find_blocks
+from ..replicas.module_tree import find_blocks, keep_numbers
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure, gather_objects
 from ..runtime.devices import free_bytes, is_accelerator
@@ -56,7 +56,6 @@ from ..runtime.torch_private import (
     without_compilation,
 )
 from ..runtime.values import Precision, forget_gradients
-from ..training.snapshot import keep_numbers
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,

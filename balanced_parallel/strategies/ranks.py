@@ -9,6 +9,7 @@ import abc
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -31,6 +32,7 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
+from ..replicas.module_tree import numbers_of
 from ..replicas.replicas import without_trace
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import RENORM, OnCollective, gather_objects
@@ -39,7 +41,6 @@ from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
 from ..runtime.values import Precision, PrecisionName, forget_gradients
 from ..training.settings import Settings
-from ..training.snapshot import numbers_of
 from ..training.sync import GradientSync, UpdateSync
 
 
@@ -111,7 +112,7 @@ class RankModel(ParallelModel):
             for name, parameter in layer.named_parameters(recurse=False):
                 yield (layer, name), parameter
 
-    def _refuse_late_parameters(self) -> None:
+    def refuse_late_parameters(self) -> None:
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
         at_start = self._parameters_at_start
         for place, parameter in self._places():
@@ -126,7 +127,7 @@ class RankModel(ParallelModel):
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
         if torch.is_grad_enabled():
-            self._refuse_late_parameters()
+            self.refuse_late_parameters()
         entered = map_tensors(collectives.enter, arguments)
         return self._watched_run(method, entered, count_rows(entered, self.dim))
 
@@ -379,6 +380,9 @@ class RankUpdate(UpdateSync):
         # No micro-batch may have been known to be the last.
         read = self._local or self.start(local)
         present = settings()
+        trained = filter(attrgetter("requires_grad"), self._model.module.parameters())
+        if {*map(id, trained)} - {*map(id, self._record.parameters)}:
+            self._model.refuse_late_parameters()  # A rank without rows has no gradient that tells.
         total = torch.empty_like(local.total)  # Nothing is allocated after the agreement.
         sums = self.agree(RankReport(*read().tolist(), *present.digest()))
         self._unshared = sums.has_rows, sums.writes

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..replicas.all_rows import sums_rows
+from ..replicas.module_tree import numbers_of
 from ..runtime.devices import move
 from ..runtime.torch_private import NormWithStatistics, buffers_of, versions
-from .snapshot import numbers_of
 
 
 class _Slot(NamedTuple):
@@ -103,6 +103,13 @@ class ForwardState:
                 place = f"{name}.{slot.name}".lstrip(".")
                 is_other = ~is_close.all()
                 self._differs[place] = is_other | self._differs.get(place, is_other)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Puts back the state before an update of several forwards, which has failed."""
+        for _, slot in self._slots:
+            slot.put(slot.copy)
+        self.reset()
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -112,11 +112,13 @@ class TwoPasses(Attempt):
         self._before.take()
         python = random.getstate()
         recorded = [entry for run in self._runs for entry in record_versions(run.batch)]
-        with torch.no_grad():
-            yield
-            for _ in self.sync.forwards_without_rows(is_reduced=False):
-                pass
-        self._before.restore()
+        try:
+            with torch.no_grad():
+                yield
+                for _ in self.sync.forwards_without_rows(is_reduced=False):
+                    pass
+        finally:
+            self._before.restore()
         if writes := explain_writes(recorded):
             raise RuntimeError(
                 f"a loss whose rows depend on each other takes two forwards: {writes}"
@@ -136,6 +138,8 @@ class TwoPasses(Attempt):
 
     def discard(self, error: BaseException) -> bool:
         """Drops the gradients of this rank. Others wait for its part of the loss, if it has none."""
+        if self._forwards.state is not None:
+            self._forwards.state.undo()
         is_shared = self._loss is not None and self._loss.is_shared
         if is_shared or isinstance(error, ElsewhereFailure):
             return self.sync.discard(error)

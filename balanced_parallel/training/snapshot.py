@@ -2,9 +2,7 @@
 a model writes in place.
 """
 
-import contextlib
-import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 
 from ..batch.containers import leaves
 from ..batch.rows import Batch, move_leaves
+from ..replicas.module_tree import numbers_of
 from ..runtime import torch_private
 from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import buffers_of, parameters_of, versions
@@ -105,32 +104,6 @@ class Snapshot:
             if buffer is not None
         ]
         return [*buffers, *self._written.values()]
-
-
-def numbers_of(part: nn.Module) -> dict[str, int | float]:
-    """Returns the attributes that are numbers, such as counters.
-
-    Those of torch's modules change in no forward.
-    """
-    if _is_of_torch(type(part)):  # type: ignore[arg-type]  # Its stub takes the hash for that of instances.
-        return {}
-    return {name: value for name, value in vars(part).items() if type(value) in (int, float)}
-
-
-@functools.cache
-def _is_of_torch(kind: type) -> bool:
-    """Returns True for a class without bases elsewhere. FSDP2 makes subclasses in torch."""
-    names = ("torch.", "balanced_parallel.", "builtins")
-    return all(base.__module__.startswith(names) for base in kind.__mro__)
-
-
-@contextlib.contextmanager
-def keep_numbers(module: nn.Module) -> Iterator[None]:
-    """Puts the numbers of a module back after the block."""
-    before = [(vars(part), numbers_of(part)) for part in module.modules()]
-    yield
-    for attributes, numbers in before:
-        attributes.update(numbers)
 
 
 def record_versions(batch: Batch) -> list[tuple[Tensor, int]]:

@@ -44,6 +44,7 @@ from ..loss.copies import Calls
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
+from ..loss.means import refuse_formulas
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure
@@ -329,6 +330,7 @@ class Accumulation(Attempt):
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # All gradients of this update are divided by it.
         self._logged: list[LoggedMeans] = []
+        self._formula = ""  # That of the losses, if a criterion is a function of sums.
         if forwards.state is not None:
             forwards.state.reset()
 
@@ -407,6 +409,8 @@ class Accumulation(Attempt):
 
     def discard(self, error: BaseException) -> bool:
         """Drops the gradients of this rank. Others may wait for its part in the kind of the loss."""
+        if self.forwards.state is not None:
+            self.forwards.state.undo()
         calls_ask = self.forwards.copies.collectives.asks
         if self._has_kind or not (self.kind.asks or calls_ask):
             return self.sync.discard(error, self._divide)
@@ -438,6 +442,10 @@ class Accumulation(Attempt):
             self._total = self._total + move(term.total.detach(), self._device)
             if term.logged:
                 self._logged.append(term.logged)
+            for name in [*(term.terms or ())][:1]:
+                self._formula = self._formula or name.text
+                if name.text != self._formula:
+                    refuse_formulas(self._formula, name.text)
         weight = _sum(weights, self._device)
         self._add_weight(weight)
         if self._divisor is None:

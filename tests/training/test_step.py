@@ -180,11 +180,11 @@ class Fails(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.forwards, self.backwards = 0, 0
+        self.left = {"forwards": 0, "backwards": 0}  # Numbers of a module would be put back.
 
     def forward(self, inputs):
-        if self.forwards:
-            self.forwards -= 1
+        if self.left["forwards"]:
+            self.left["forwards"] -= 1
             raise ArithmeticError("a forward that fails")
         return _Fails.apply(inputs, self)
 
@@ -197,8 +197,8 @@ class _Fails(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if ctx.module.backwards:
-            ctx.module.backwards -= 1
+        if ctx.module.left["backwards"]:
+            ctx.module.left["backwards"] -= 1
             raise ArithmeticError("a backward that fails")
         return gradient, None
 
@@ -270,11 +270,11 @@ def fail_in_hook(net):
 
 # Each is a function of a rank, its net and its step.
 FAILURES = {
-    "last layer of both": lambda rank, net, step: setattr(net[6], "backwards", 1),
-    "first layer of both": lambda rank, net, step: setattr(net[1], "backwards", 1),
-    "different layers": lambda rank, net, step: setattr(net[3 if rank else 6], "backwards", 1),
-    "one rank": lambda rank, net, step: setattr(net[3], "backwards", rank),
-    "forward of both": lambda rank, net, step: setattr(net[3], "forwards", 1),
+    "last layer of both": lambda rank, net, step: net[6].left.update(backwards=1),
+    "first layer of both": lambda rank, net, step: net[1].left.update(backwards=1),
+    "different layers": lambda rank, net, step: net[3 if rank else 6].left.update(backwards=1),
+    "one rank": lambda rank, net, step: net[3].left.update(backwards=rank),
+    "forward of both": lambda rank, net, step: net[3].left.update(forwards=1),
     "optimizer of both": lambda rank, net, step: fail_in_optimizer(step),
     "hook of both": lambda rank, net, step: fail_in_hook(net),
 }
