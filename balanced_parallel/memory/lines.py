@@ -53,6 +53,8 @@ class Lines:
             np.array([block.size for block in trace.blocks], dtype=np.int64)
             for trace in (first, second or first)
         ]
+        self._lower = np.array([block.least for block in first.blocks], dtype=np.int64)
+        self._upper = np.array([block.most for block in first.blocks], dtype=np.int64)
         # the host counts as one device more
         self._devices = np.array(
             [places.get(block.device, request.devices) for block in first.blocks], dtype=np.int64
@@ -75,15 +77,14 @@ class Lines:
 
     def sizes(self, rows: int) -> Numbers:
         """Returns the bytes of each block, without the allocator's rounding."""
-        first, second = self._bytes
-        if self.second is None:
-            return first
-        start = self._rows(self.first.rows)
-        end = self._rows(self.second.rows)
-        steps = self._rows(rows) - start
-        spans = np.maximum(end - start, 1)
-        sizes: Numbers = first + (second - first) * steps[self._devices] // spans[self._devices]
-        return sizes
+        sizes, second = self._bytes
+        if self.second is not None:
+            start = self._rows(self.first.rows)
+            end = self._rows(self.second.rows)
+            steps = self._rows(rows) - start
+            spans = np.maximum(end - start, 1)
+            sizes = sizes + (second - sizes) * steps[self._devices] // spans[self._devices]
+        return np.minimum(sizes, self._upper) * (sizes > self._lower)
 
     def _rows(self, rows: int) -> Numbers:
         """Returns the rows of each device, and those of the host, among so many rows."""

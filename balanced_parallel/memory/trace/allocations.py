@@ -27,8 +27,10 @@ from ..operators import (
     IN_PLACE,
     MATRIX_PRODUCTS,
     SELECTIONS,
+    UNLIMITED,
     answer,
     convolution_workspace,
+    embedding_workspaces,
     is_in_place,
     keep_elements,
     selected,
@@ -74,6 +76,8 @@ class Block:
     module: str
     line: str
     stream: int = 0  # 1 for a side stream: only that stream reuses the memory
+    least: int = 0  # of this and fewer bytes there is no block
+    most: int = UNLIMITED  # bytes for any number of rows
 
 
 @dataclass(frozen=True)
@@ -201,21 +205,33 @@ class Count(TorchDispatchMode):
 
         A handle's stays.
         """
-        sizes = {"temporaries": selected(func, args)}
-        if self.kind.is_gpu:
-            sizes[MAYBE] = convolution_workspace(func, args, result)
         handle = func in MATRIX_PRODUCTS and (str(args[0].device), current_node() is not None)
         if handle and handle not in self._handles:
             self._handles.add(handle)
-            sizes = {"workspace": self.kind.workspace, **sizes}
-        for kind, size in sizes.items():
-            if size:
-                self.blocks.append(
-                    Block(str(args[0].device), size, kind, str(func), *self._place())
-                )
-                self.events.append(len(self.blocks))
-                if kind != "workspace":
-                    self.events.append(-len(self.blocks))
+            self._take(func, args, self.kind.workspace, "workspace")
+        first = len(self.blocks)
+        self._take(func, args, selected(func, args))
+        if self.kind.is_gpu:
+            self._take(func, args, convolution_workspace(func, args, result), MAYBE)
+            for limited in embedding_workspaces(func, args):
+                self._take(func, args, limited[0], "temporaries", *limited[1:])
+        self.events += range(-first - 1, -len(self.blocks) - 1, -1)
+
+    def _take(
+        self,
+        func: object,
+        args: tuple[Any, ...],
+        size: int,
+        kind: str = "temporaries",
+        least: int = 0,
+        most: int = UNLIMITED,
+    ) -> None:
+        """Records a block of an operator."""
+        if size:
+            device = str(args[0].device)
+            block = Block(device, size, kind, str(func), *self._place(), least=least, most=most)
+            self.blocks.append(block)
+            self.events.append(len(self.blocks))
 
     def _run(
         self,
