@@ -24,7 +24,7 @@ from .problem import Request
 from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
 from .trace.layouts import LAYOUTS, OptimizerChoice, trained
 from .trace.stacks import find_repeated
-from .trace.tracer import try_traces
+from .trace.tracer import ProgramError, try_traces
 
 _log = logging.getLogger(__name__)
 Combination = tuple[PlannedSaving, ...]
@@ -134,6 +134,7 @@ def row_of(choice: Choice) -> list[str]:
 
 # The traces of an option took at most as long with language models, on one slow core.
 SECONDS_PER_MODULE = 0.1
+TAKES_ANY_ROWS = "a plan needs a module, a criterion and an optimizer that take any number of rows"
 SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no trace has
 BASE = 2  # rows per device in the first of two traces
 
@@ -199,8 +200,8 @@ class Option:
             request = replace(self.request, micro_batches=several)
             traces = []
             for trace in try_traces([(request, count * BASE * self.step) for count in (1, 2)]):
-                if isinstance(trace, str):
-                    raise ValueError(trace)
+                if isinstance(trace, ValueError):
+                    raise trace
                 traces.append(trace)
             lines = Lines(request, *traces)
             if not lines.is_affine:
@@ -477,6 +478,8 @@ class Search:
                 self.choices[option] = option.choose(next(iter(self.choices), option))
             except ValueError as error:
                 self.skipped[option.name] = str(error)
+                if isinstance(error, ProgramError) and not self.choices:
+                    raise ProgramError(f"{option.name}: {error}; {TAKES_ANY_ROWS}") from error
             self._durations.append(time.monotonic() - begin)
         return option in self.choices and self.choices[option].fits
 

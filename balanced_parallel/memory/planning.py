@@ -29,7 +29,8 @@ from ..batch.plan import split_sizes
 from ..runtime.values import check_number, format_bytes
 from ..savings.saving import Savings
 from ..strategies.parallelize import detect_ranks
-from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
+from .candidates import HEADERS, TAKES_ANY_ROWS, WIDTHS, Choice, Option, Search, row_of
+from .devices import KIND_SOURCES
 from .estimation import MakeOptimizer, make_report, make_request, parts_at_peak
 from .problem import LossFunction, Problem
 from .report import Capacity, MemoryReport, json_of, parse_each, sizes_as_text, write_page
@@ -76,6 +77,8 @@ class MemoryPlan:
         skipped: names of options that could not be traced, with the reasons.
         remarks: savings that no trace has, as text.
         unknown_divisor: the loss needs a ``weight=`` if it is not a function of sums.
+        kind_capacity: bytes of a device of this kind; None for no limit.
+        assumed: what is assumed of the devices, as text.
         report: the estimate of the chosen one.
     """
 
@@ -92,6 +95,8 @@ class MemoryPlan:
     skipped: tuple[tuple[str, str], ...] = ()
     remarks: tuple[str, ...] = ()
     unknown_divisor: bool = False
+    kind_capacity: int | None = None
+    assumed: tuple[str, ...] = ()
     report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -114,6 +119,18 @@ class MemoryPlan:
     @property
     def verdict(self) -> str:
         """The first line: what fits, or the nearest that would."""
+        return f"{self._fit}{self._too_large}"
+
+    @property
+    def _too_large(self) -> str:
+        """Text for a capacity that devices of this kind do not have."""
+        size, least = max(self.capacity), self.kind_capacity
+        if least is None or size <= least:
+            return ""
+        return f"; but {self.device_kind} has {format_bytes(least)}, less than the {format_bytes(size)} given"
+
+    @property
+    def _fit(self) -> str:
         if self.fits:
             how = f"{self._rows} in {_count(self.chosen.micro_batches, 'micro-batch', 'es')}"
             return f"fits: yes, {self._filled(how)}"
@@ -273,6 +290,7 @@ class MemoryPlan:
 
     def _notes(self, verbose: bool = False) -> Iterator[str]:
         yield _RESERVED
+        yield from self.assumed
         if note := _NOTES.get(self.choices[0].statistics or ""):
             yield note
         if self.unknown_divisor:
@@ -383,9 +401,7 @@ def plan(
         search.run()
     if not search.choices:
         name, reason = next(iter(search.skipped.items()))
-        raise ValueError(
-            f"{name}: {reason}; a plan needs a module, a criterion and an optimizer that take any number of rows"
-        )
+        raise ValueError(f"{name}: {reason}; {TAKES_ANY_ROWS}")
     ranked = sorted(
         search.choices.items(),
         key=lambda pair: (pair[1].optimizer is not None, not pair[1].fits, pair[1].cost),
@@ -403,6 +419,12 @@ def plan(
         skipped=tuple(search.skipped.items()),
         remarks=_remarks(how),
         unknown_divisor=not wrap(criterion).kind.knows_divisor,
+        kind_capacity=request.kind.capacity,
+        assumed=tuple(
+            f"{name}: {note}"
+            for name, note in request.kind.assumed(best.precision).items()
+            if name not in KIND_SOURCES
+        ),
     )
     if not best.fits:
         return dataclasses.replace(result, needs=search.what_would_fit())

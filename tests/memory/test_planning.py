@@ -227,6 +227,23 @@ def test_invalid_settings_of_plan_raise_an_error(said):
         make_plan(**settings)
 
 
+@pytest.mark.parametrize("error", [TypeError("two outputs"), ValueError("two outputs")])
+def test_an_error_of_the_program_ends_the_search_at_once(caplog, error):
+    """All options were tried, with the same error."""
+
+    def loss(output, targets):
+        raise error
+
+    rows = torch.zeros(8, 64)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
+    with (
+        caplog.at_level("INFO", logger="balanced_parallel.memory"),
+        pytest.raises(ValueError, match=r"replicas: .*two outputs; a plan needs a module"),
+    ):
+        memory.plan(net, loss, rows, rows, batch_size=8, capacity="1GiB", device_kind="a100")
+    assert len([message for message in caplog.messages if "trying" in message]) == 1
+
+
 def test_apply_with_other_devices_raises_an_error():
     with pytest.raises(ValueError, match="expected the 2 that were planned for"):
         planned("1GiB", 2, 24).apply(WordModel(), nn.CrossEntropyLoss(), device_ids=["cpu"])

@@ -40,7 +40,7 @@ from .values import Values
 
 _TORCH = f"{torch.__path__[0]}/"
 _MEMORY = f"{Path(__file__).parents[1]}/"
-_HERE = f"{Path(__file__).parents[2]}/"
+PACKAGE = f"{Path(__file__).parents[2]}/"
 _TRACER = str(Path(__file__).with_name("tracer.py"))
 _OPTIMIZERS = (f"{_TORCH}optim", f"{_TORCH}amp")
 _STANDARD_LIBRARY = f"{Path(traceback.__file__).parent}/"
@@ -373,7 +373,7 @@ def _running(frame: FrameType) -> int:
 @functools.cache
 def _owner(name: str) -> str:
     """Returns whose file this is: a user's, a library's or a runner's, in which code of others runs."""
-    if name.startswith((_HERE, _TORCH, "<")):
+    if name.startswith((PACKAGE, _TORCH, "<")):
         return "runner"
     if "-packages/" in name:
         return "library"
@@ -390,7 +390,7 @@ def _user_line() -> str:
         if name.startswith(_OPTIMIZERS):
             return ""  # Optimizers of other packages are among them: torch wraps their step().
         if not line and not name.startswith(_MEMORY):
-            if name.startswith(_HERE):
+            if name.startswith(PACKAGE):
                 return ""
             if _owner(name) != "runner":
                 line = f"{name}:{number}"

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -37,7 +38,7 @@ from ...strategies.tracing import Shard, TracedBatch
 from ..operators import HINT, KERNELS, UnknownMemory, autograd_kernels, cuda_choices
 from ..problem import Layout, Request
 from . import fakes
-from .allocations import Count, Trace
+from .allocations import PACKAGE, Count, Trace
 from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
 from .private import leaves_of_tree
@@ -58,7 +59,13 @@ def run_traces(jobs: Sequence[Job]) -> list[Trace]:
     return _run_in_processes(jobs, _trace)
 
 
-def try_traces(jobs: Sequence[Job]) -> list[Trace | str]:
+class ProgramError(ValueError):
+    """The module, the criterion or the optimizer raised an error, which no other way to run them
+    avoids.
+    """
+
+
+def try_traces(jobs: Sequence[Job]) -> list[Trace | ValueError]:
     """Returns a trace for each of ``jobs``, or the reason why there is none, in one line."""
     return _run_in_processes(jobs, _trace_or_reason)
 
@@ -212,14 +219,22 @@ def _run_in_processes(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> 
         return processes.run(jobs, run)
 
 
-def _trace_or_reason(request: Request, rows: int) -> Trace | str:
+def _trace_or_reason(request: Request, rows: int) -> Trace | ValueError:
     try:
         return _trace(request, rows)
     except Exception as error:
         if _runs_in_parent_only(error):
             raise
-        prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return f"{prefix}{error}".splitlines()[0]
+        is_refused = isinstance(error, ValueError)
+        prefix = "" if is_refused else f"{type(error).__name__}: "
+        reason = f"{prefix}{error}".splitlines()[0]
+        return ValueError(reason) if is_refused and _is_of_package(error) else ProgramError(reason)
+
+
+def _is_of_package(error: Exception) -> bool:
+    """Returns True for an error that a file of this package raised."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def _trace(request: Request, rows: int) -> Trace:
