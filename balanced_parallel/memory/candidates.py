@@ -365,10 +365,11 @@ class Option:
     def traffic(self, count: int, whole: int = 0) -> int:
         """Returns the bytes to and from the busiest device per update."""
         request = self.request
+        learned = sum(parameter.nbytes for parameter in self.learned)
         # gradients and parameters to the host, parameters back
-        of_host = 3 * self.parameters * (ON_HOST.saving.name in request.savings)
+        of_host = 3 * learned * (ON_HOST.saving.name in request.savings)
         return of_host + request.layout.traffic(
-            request, self.parameters, len(self.capacity), count, 1 if whole else count
+            request, self.parameters, learned, len(self.capacity), count, 1 if whole else count
         )
 
 
