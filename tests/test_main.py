@@ -79,7 +79,7 @@ def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
         (
             "small",
             ["--layout", "ddp", "--devices", "3", "--balanced-optimizer"],
-            {"layout": "ddp", "devices": 3, "rows": 3},
+            {"layout": "ddp", "devices": 3, "rows": 9},
         ),
         ("keywords", ["--batch-size", "6", "--devices", "2"], {"rows": 6}),
         (

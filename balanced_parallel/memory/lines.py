@@ -108,6 +108,17 @@ class Lines:
         """Returns the maximum of bytes in use in the second update."""
         return int(self.levels(device, rows).max())
 
+    def allocated_late(self, device: int, rows: int) -> int:
+        """Returns the maximum of bytes in use if gradients of the update before are released after
+        the forward.
+        """
+        events = self._events[: self.first.marks.get("backward", 0)]
+        numbers = np.abs(events) - 1
+        is_gradient = np.array([block.kind == "gradients" for block in self.first.blocks])
+        sizes, _ = self._sums(device, rows)
+        extra = np.cumsum(sizes[numbers] * (is_gradient[numbers] & (events < 0)))[self.start :]
+        return int((self.levels(device, rows)[: len(extra)] + extra).max(initial=0))
+
     def allocated_by_device(self, rows: int) -> tuple[int, ...]:
         """Returns the maximum of bytes in use on each device."""
         return tuple(self.allocated(device, rows) for device in self.request.traced_devices)

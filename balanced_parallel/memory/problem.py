@@ -180,8 +180,12 @@ class Request:
         """Rows of an update over all devices and ranks, whose outputs a loss with ``whole=True``
         needs.
         """
-        ranks = self.devices if self.layout.is_distributed else 1
-        return (self.update_rows or self.rows) * ranks
+        return (self.update_rows or self.rows) * self.processes
+
+    @property
+    def processes(self) -> int:
+        """The number of processes, each with rows of its own: ranks, or one."""
+        return self.devices // self.layout.devices_per_process(self.devices)
 
     @property
     def row_step(self) -> int:
