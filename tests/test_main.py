@@ -206,6 +206,7 @@ def test_plan_receives_the_arguments(nets, plan):
         "dim": 0,
         "hosts": 1,
         "scalar": None,
+        "seconds": float("inf"),
     }
     assert plan.settings == expected
     assert main(["plan", "--problem", nets("time_major"), "--dim", "1"]) == 0

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -442,6 +443,15 @@ class Search:
                 )
 
     def run(self) -> None:
+        """Traces options until the end, Ctrl-C or ``TimeoutError``, which is raised if none fits."""
+        try:
+            self._trace()
+        except (KeyboardInterrupt, TimeoutError):
+            if not self._any_fits():
+                raise
+            _log.warning("the search was stopped: a cheaper option may fit")
+
+    def _trace(self) -> None:
         """Traces options. If none fits, optimizers with less state are traced as well."""
         ladders = self._ladders()
         self._ways = len([*self.untried(), *self._suited("optimizer")])
@@ -476,7 +486,11 @@ class Search:
             self._log_option(option.name)
             begin = time.monotonic()
             try:
-                self.choices[option] = option.choose(next(iter(self.choices), option))
+                choice = option.choose(next(iter(self.choices), option))
+                others = [other.cost for other in self.choices.values() if other.fits]
+                if choice.fits and choice.cost < min(others, default=(True, math.inf)):
+                    _log.info("the best so far: %s", ", ".join(row_of(choice)))
+                self.choices[option] = choice
             except ValueError as error:
                 self.skipped[option.name] = str(error)
                 if isinstance(error, ProgramError) and not self.choices:

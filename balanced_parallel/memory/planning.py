@@ -14,6 +14,7 @@ Each trace is logged before it starts (``logging``, level ``INFO``), since a sea
 import dataclasses
 import html
 import json
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -341,6 +342,7 @@ def plan(
     device_kind: str | None = None,
     dim: int = 0,
     scalar: float | None = None,
+    seconds: float = math.inf,
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one host, or of several.
 
@@ -365,10 +367,13 @@ def plan(
         hosts: number of hosts with as many devices each. With several, every device has a rank of
             torchrun.
         precision: the precision to try first.
+        seconds: time for the search. After it, and after Ctrl-C, the best option so far is the
+            plan.
 
     Raises:
         ValueError: a setting is out of its range, :func:`estimate` refuses it, or no option can be
             traced.
+        TimeoutError: no option that fits was found in ``seconds``.
 
     Example:
         >>> net, batch = torch.nn.Linear(256, 256), (torch.zeros(8, 256), torch.zeros(8, 256))
@@ -396,7 +401,7 @@ def plan(
             f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'"
         )
     limits = parse_each(capacity, devices) * hosts
-    with keeping_processes(request):
+    with keeping_processes(request, seconds):
         search = Search(request, limits, batch_size, hosts)
         search.run()
     if not search.choices:

@@ -244,6 +244,39 @@ def test_an_error_of_the_program_ends_the_search_at_once(caplog, error):
     assert len([message for message in caplog.messages if "trying" in message]) == 1
 
 
+@pytest.mark.parametrize("ended", [KeyboardInterrupt, TimeoutError])
+def test_a_search_that_is_stopped_ends_with_the_best_option_so_far(monkeypatch, caplog, ended):
+    """Ctrl-C was a traceback, and what had been found was lost."""
+    choose, count = Option.choose, 1
+
+    def choose_some(option, plain):
+        if len(tried) == count:
+            raise ended
+        tried.append(option.name)
+        choice = choose(option, plain)
+        # As slow as recomputation, so that the search goes on.
+        return dataclasses.replace(choice, traffic=2**50)
+
+    monkeypatch.setattr(Option, "choose", choose_some)
+    tried = []
+    with caplog.at_level("INFO", logger="balanced_parallel.memory"):
+        plan = make_plan("1GiB", 1, 24)
+    assert plan.chosen.name == tried[0] == "replicas"
+    assert plan.report is not None
+    assert any(
+        message.startswith("the best so far: replicas, 24 x 1, ") for message in caplog.messages
+    )
+    assert "the search was stopped: a cheaper option may fit" in caplog.messages
+    tried, count = [], 0
+    with pytest.raises(ended):
+        make_plan("1GiB", 1, 24)
+
+
+def test_seconds_bound_a_search():
+    with pytest.raises(TimeoutError, match="the time for traces is over"):
+        make_plan("1GiB", 1, 24, seconds=0)
+
+
 def test_apply_with_other_devices_raises_an_error():
     with pytest.raises(ValueError, match="expected the 2 that were planned for"):
         planned("1GiB", 2, 24).apply(WordModel(), nn.CrossEntropyLoss(), device_ids=["cpu"])

@@ -10,9 +10,11 @@ import gc
 import importlib
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 import warnings
@@ -79,11 +81,11 @@ _processes: contextvars.ContextVar["Processes | None"] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def keeping_processes(request: Request) -> Iterator[None]:
+def keeping_processes(request: Request, seconds: float = math.inf) -> Iterator[None]:
     """Traces ``request`` and those that follow from it in the same processes, which find torch's
-    caches filled.
+    caches filled, and raises ``TimeoutError`` after so many seconds.
     """
-    with contextlib.closing(Processes([request] * 2)) as processes:
+    with contextlib.closing(Processes([request] * 2, seconds)) as processes:
         token = _processes.set(processes)
         try:
             yield
@@ -101,10 +103,11 @@ class Processes:
     threads hold, and nothing releases them there.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], seconds: float = math.inf) -> None:
         # fake tensors import it: here once, not again in each process
         importlib.import_module("torch._dynamo")
         self._requests = requests
+        self._end = time.monotonic() + seconds
         self._pool: ProcessPoolExecutor | None = None
         if fakes.FORKS and not multiprocessing.current_process().daemon:
             count = min(len(requests), os.cpu_count() or 1)
@@ -114,6 +117,7 @@ class Processes:
 
     def run(self, jobs: Sequence[Job], function: Callable[[Request, int], T]) -> list[T]:
         """Returns the results of a function of each job, a request and a number of rows."""
+        self._check_time()
         if self._pool is None:
             return [function(*job) for job in jobs]
         # The locks of threads are not taken there.
@@ -133,6 +137,10 @@ class Processes:
         self.close()
         return self.run(jobs, function)
 
+    def _check_time(self) -> None:
+        if time.monotonic() > self._end:
+            raise TimeoutError("the time for traces is over")
+
     def close(self) -> None:
         """Ends the processes."""
         if self._pool is not None:
@@ -149,6 +157,7 @@ class Processes:
         used: object = None
         begin = last_check = time.monotonic()
         while self._pool is not None and (running := wait(results, min(BEAT, PATIENCE)).not_done):
+            self._check_time()
             now = time.monotonic()
             finished = len(results) - len(running)
             _log.info("traced %d of %d after %.0f s", finished, len(results), now - begin)
@@ -188,7 +197,8 @@ _requests: list[Request] = []  # Only a forked process has some.
 
 
 def _prepare(requests: Sequence[Request]) -> None:
-    """Begins a forked process."""
+    """Begins a forked process, which the parent ends after Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _requests.extend(requests)
     gc.freeze()  # The collector does not visit, and so does not copy, the parent's objects.
     gc.disable()  # One more run, after a trace, would take a sixth of its time.
