@@ -45,23 +45,19 @@ class DeviceKind:
     like_cuda: bool = True
     has_bf16: bool = True
 
-    def assumed(self, precision: str) -> dict[str, str]:
-        """Returns what is assumed of the kind, and sources of its constants."""
-        notes = KIND_SOURCES if self.context else {}
+    def remarks(self, precision: str) -> dict[str, str]:
+        """Returns what a user may not expect of the kind."""
+        remarks = {}
         others = [
-            f"{other.name} with {format_bytes(other.capacity)}"
-            for other in KINDS.values()
-            if other.name.startswith(f"{self.name}-")
-            and other.name.rpartition("-")[2] not in _OTHER_GPUS
-            and other.capacity not in (None, self.capacity)
+            f"{name} with {format_bytes(other.capacity)}"
+            for name, other in KINDS.items()
+            if other.capacity and name.startswith(f"{self.name}-") and not name.endswith("-ti")
         ]
-        if others and self.capacity:
-            size = format_bytes(self.capacity)
-            notes = notes | {"device": f"assumed: {self.name} with {size}, not {', '.join(others)}"}
+        if others:
+            remarks["device"] = f"assumed: {self.name}, not {', '.join(others)}"
         if precision == "bf16" and not self.has_bf16:
-            slow = f"{self.name} does not multiply in bf16: torch emulates it, slowly; it has fp16"
-            notes = notes | {"precision": slow}
-        return notes
+            remarks["precision"] = f"torch emulates bf16 on {self.name}, slowly: it has fp16"
+        return remarks
 
 
 KIND_SOURCES = {

@@ -18,7 +18,7 @@ from ..batch.plan import count_micro_batches
 from ..runtime.torch_private import is_compiled
 from ..runtime.values import check_number, format_bytes
 from ..strategies.tracing import TracedBatch, check_module
-from .devices import find_kind
+from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
 from .operators import CONVOLUTIONS, RECURRENT_LAYERS, UnknownMemory
 from .problem import LossFunction, Problem, Request
@@ -311,8 +311,9 @@ def make_report(
 
 def _assumed(request: Request, lines: Lines, rows: int) -> dict[str, str]:
     """Returns the sources of what a report assumes."""
-    assumed = dict(request.kind.assumed(request.precision))
+    assumed = request.kind.remarks(request.precision)
     if request.kind.context:
+        assumed |= KIND_SOURCES
         operators = " ".join({block.operator for block in lines.first.blocks})
         if any(isinstance(module, nn.RNNBase) for module in request.module.modules()):
             assumed["recurrent layers"] = RECURRENT_LAYERS

@@ -31,7 +31,6 @@ from ..runtime.values import check_number, format_bytes
 from ..savings.saving import Savings
 from ..strategies.parallelize import detect_ranks
 from .candidates import HEADERS, TAKES_ANY_ROWS, WIDTHS, Choice, Option, Search, row_of
-from .devices import KIND_SOURCES
 from .estimation import MakeOptimizer, make_report, make_request, parts_at_peak
 from .problem import LossFunction, Problem
 from .report import Capacity, MemoryReport, json_of, parse_each, sizes_as_text, write_page
@@ -79,7 +78,7 @@ class MemoryPlan:
         remarks: savings that no trace has, as text.
         unknown_divisor: the loss needs a ``weight=`` if it is not a function of sums.
         kind_capacity: bytes of a device of this kind; None for no limit.
-        assumed: what is assumed of the devices, as text.
+        assumed: what a user may not expect of the devices.
         report: the estimate of the chosen one.
     """
 
@@ -97,7 +96,7 @@ class MemoryPlan:
     remarks: tuple[str, ...] = ()
     unknown_divisor: bool = False
     kind_capacity: int | None = None
-    assumed: tuple[str, ...] = ()
+    assumed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -120,15 +119,11 @@ class MemoryPlan:
     @property
     def verdict(self) -> str:
         """The first line: what fits, or the nearest that would."""
-        return f"{self._fit}{self._too_large}"
-
-    @property
-    def _too_large(self) -> str:
-        """Text for a capacity that devices of this kind do not have."""
-        size, least = max(self.capacity), self.kind_capacity
-        if least is None or size <= least:
-            return ""
-        return f"; but {self.device_kind} has {format_bytes(least)}, less than the {format_bytes(size)} given"
+        size = max(self.capacity)
+        most = self.kind_capacity or size
+        if size <= most:
+            return self._fit
+        return f"{self._fit}; but {self.device_kind} has {format_bytes(most)} and not {format_bytes(size)}"
 
     @property
     def _fit(self) -> str:
@@ -291,7 +286,7 @@ class MemoryPlan:
 
     def _notes(self, verbose: bool = False) -> Iterator[str]:
         yield _RESERVED
-        yield from self.assumed
+        yield from (f"{name}: {remark}" for name, remark in self.assumed.items())
         if note := _NOTES.get(self.choices[0].statistics or ""):
             yield note
         if self.unknown_divisor:
@@ -425,11 +420,7 @@ def plan(
         remarks=_remarks(how),
         unknown_divisor=not wrap(criterion).kind.knows_divisor,
         kind_capacity=request.kind.capacity,
-        assumed=tuple(
-            f"{name}: {note}"
-            for name, note in request.kind.assumed(best.precision).items()
-            if name not in KIND_SOURCES
-        ),
+        assumed=request.kind.remarks(best.precision),
     )
     if not best.fits:
         return dataclasses.replace(result, needs=search.what_would_fit())

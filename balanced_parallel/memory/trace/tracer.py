@@ -139,7 +139,7 @@ class Processes:
 
     def _check_time(self) -> None:
         if time.monotonic() > self._end:
-            raise TimeoutError("the time for traces is over")
+            raise TimeoutError("no option that fits was found in time: give more seconds")
 
     def close(self) -> None:
         """Ends the processes."""
