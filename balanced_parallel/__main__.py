@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import math
 import operator
 import os
 import re
@@ -139,6 +140,8 @@ def make_parser() -> OneLineParser:
         help="spread the optimizer's state over the devices",
     )
     add = commands["plan"].add_argument
+    best = "time for the search; after it, or Ctrl-C, the best option so far is printed"
+    add("--seconds", type=float, default=math.inf, metavar="S", help=best)
     place = (
         "of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)"
     )
@@ -220,6 +223,7 @@ def plan(flags: argparse.Namespace) -> int:
     """Prints the plan, with lines that make the problem beside its file. Returns the exit code."""
     problem, rows, settings = _build(flags)
     settings |= {"batch_size": rows, "capacity": flags.memory, "hosts": flags.hosts}
+    settings["seconds"] = flags.seconds
     result = memory.plan(**vars(problem), **settings)
     if result.lines:
         where, _, name = flags.problem.rpartition(":")
@@ -321,7 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             contextlib.redirect_stdout(sys.stderr),
         ):
             code = command(flags)
-    except Exception as error:  # noqa: BLE001 - a model may raise anything, and a traceback would not help
+    # a model may raise anything, and a traceback would not help
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
         explains_itself = isinstance(error, (ValueError, ImportError, OSError)) and str(error)
         parser.error(f"{'' if explains_itself else f'{type(error).__name__}: '}{str(error)[:600]}")
     for warning in caught:

@@ -79,7 +79,7 @@ def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
         (
             "small",
             ["--layout", "ddp", "--devices", "3", "--balanced-optimizer"],
-            {"layout": "ddp", "devices": 3, "rows": 3},
+            {"layout": "ddp", "devices": 3, "rows": 9},
         ),
         ("keywords", ["--batch-size", "6", "--devices", "2"], {"rows": 6}),
         (
@@ -206,6 +206,7 @@ def test_plan_receives_the_arguments(nets, plan):
         "dim": 0,
         "hosts": 1,
         "scalar": None,
+        "seconds": float("inf"),
     }
     assert plan.settings == expected
     assert main(["plan", "--problem", nets("time_major"), "--dim", "1"]) == 0

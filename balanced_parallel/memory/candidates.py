@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from .problem import Request
 from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
 from .trace.layouts import LAYOUTS, OptimizerChoice, trained
 from .trace.stacks import find_repeated
-from .trace.tracer import try_traces
+from .trace.tracer import ProgramError, try_traces
 
 _log = logging.getLogger(__name__)
 Combination = tuple[PlannedSaving, ...]
@@ -134,6 +135,7 @@ def row_of(choice: Choice) -> list[str]:
 
 # The traces of an option took at most as long with language models, on one slow core.
 SECONDS_PER_MODULE = 0.1
+TAKES_ANY_ROWS = "a plan needs a module, a criterion and an optimizer that take any number of rows"
 SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no trace has
 BASE = 2  # rows per device in the first of two traces
 
@@ -199,8 +201,8 @@ class Option:
             request = replace(self.request, micro_batches=several)
             traces = []
             for trace in try_traces([(request, count * BASE * self.step) for count in (1, 2)]):
-                if isinstance(trace, str):
-                    raise ValueError(trace)
+                if isinstance(trace, ValueError):
+                    raise trace
                 traces.append(trace)
             lines = Lines(request, *traces)
             if not lines.is_affine:
@@ -364,10 +366,11 @@ class Option:
     def traffic(self, count: int, whole: int = 0) -> int:
         """Returns the bytes to and from the busiest device per update."""
         request = self.request
+        learned = sum(parameter.nbytes for parameter in self.learned)
         # gradients and parameters to the host, parameters back
-        of_host = 3 * self.parameters * (ON_HOST.saving.name in request.savings)
+        of_host = 3 * learned * (ON_HOST.saving.name in request.savings)
         return of_host + request.layout.traffic(
-            request, self.parameters, len(self.capacity), count, 1 if whole else count
+            request, self.parameters, learned, len(self.capacity), count, 1 if whole else count
         )
 
 
@@ -440,6 +443,15 @@ class Search:
                 )
 
     def run(self) -> None:
+        """Traces options until the end, Ctrl-C or ``TimeoutError``, which is raised if none fits."""
+        try:
+            self._trace()
+        except (KeyboardInterrupt, TimeoutError):
+            if not self._any_fits():
+                raise
+            _log.warning("the search was stopped: a cheaper option may fit")
+
+    def _trace(self) -> None:
         """Traces options. If none fits, optimizers with less state are traced as well."""
         ladders = self._ladders()
         self._ways = len([*self.untried(), *self._suited("optimizer")])
@@ -474,9 +486,15 @@ class Search:
             self._log_option(option.name)
             begin = time.monotonic()
             try:
-                self.choices[option] = option.choose(next(iter(self.choices), option))
+                choice = option.choose(next(iter(self.choices), option))
+                others = [other.cost for other in self.choices.values() if other.fits]
+                if choice.fits and choice.cost < min(others, default=(True, math.inf)):
+                    _log.info("the best so far: %s", ", ".join(row_of(choice)))
+                self.choices[option] = choice
             except ValueError as error:
                 self.skipped[option.name] = str(error)
+                if isinstance(error, ProgramError) and not self.choices:
+                    raise ProgramError(f"{option.name}: {error}; {TAKES_ANY_ROWS}") from error
             self._durations.append(time.monotonic() - begin)
         return option in self.choices and self.choices[option].fits
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..runtime.devices import visible_devices
+from ..runtime.values import format_bytes
 
 _MIB = 2**20
 GIB = 2**30
@@ -31,6 +32,7 @@ class DeviceKind:
             attention uses fused kernels, as on CUDA.
         expandable: segments grow, by the allocator's setting ``expandable_segments``.
         like_cuda: autocast, dropout and optimizers choose the same operators as on CUDA.
+        has_bf16: it multiplies matrices in bf16.
     """
 
     name: str
@@ -41,6 +43,21 @@ class DeviceKind:
     is_gpu: bool = True
     expandable: bool = False
     like_cuda: bool = True
+    has_bf16: bool = True
+
+    def remarks(self, precision: str) -> dict[str, str]:
+        """Returns what a user may not expect of the kind."""
+        remarks = {}
+        others = [
+            f"{name} with {format_bytes(other.capacity)}"
+            for name, other in KINDS.items()
+            if other.capacity and name.startswith(f"{self.name}-") and not name.endswith("-ti")
+        ]
+        if others:
+            remarks["device"] = f"assumed: {self.name}, not {', '.join(others)}"
+        if precision == "bf16" and not self.has_bf16:
+            remarks["precision"] = f"torch emulates bf16 on {self.name}, slowly: it has fp16"
+        return remarks
 
 
 KIND_SOURCES = {
@@ -74,7 +91,9 @@ def _gpu(name: str, capacity: int, processors: int, capability: int) -> DeviceKi
     AMD's libraries allocate their workspaces themselves: they are part of the context.
     """
     workspace = _WORKSPACE_FROM_HOPPER if capability >= 9 else _WORKSPACE * bool(capability)
-    return DeviceKind(name, capacity, workspace=workspace, context=processors * 7 * _MIB // 2)
+    context = processors * 7 * _MIB // 2
+    has_bf16 = capability not in range(1, 8)
+    return DeviceKind(name, capacity, workspace=workspace, context=context, has_bf16=has_bf16)
 
 
 _ROWS = [entry.split() for entry in _GPUS.split(",")]
@@ -114,8 +133,9 @@ def find_kind(name: str | None) -> DeviceKind:
     if present is not None and present.name in (name, kind and kind.name):
         return present
     if kind is None:
+        similar = [other for other in KINDS if name.lower() in other] or KINDS
         raise ValueError(
-            f"device_kind={name!r}, expected one of {', '.join(KINDS)}, or a name that torch.cuda.get_device_name returns. For "
+            f"device_kind={name!r}, expected one of {', '.join(similar)}, or a name that torch.cuda.get_device_name returns. For "
             "another GPU name a similar one, and give its memory: capacity='24GiB', or --memory 24GiB"
         )
     return kind

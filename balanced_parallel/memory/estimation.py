@@ -16,7 +16,7 @@ from .. import Precision
 from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
 from ..runtime.torch_private import is_compiled
-from ..runtime.values import check_number
+from ..runtime.values import check_number, format_bytes
 from ..strategies.tracing import TracedBatch, check_module
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
@@ -73,7 +73,7 @@ def estimate(
         micro_batch_size: rows per device in one forward. ``None`` is a device's whole share.
         layout: ``"single"``, the plain program on one device; ``"replicas"``,
             :class:`DataParallelModel`; ``"ddp"`` and ``"fsdp"``, one rank of several, with
-            ``inputs`` of its own.
+            ``inputs`` of its own. Rows of the report are those of all ranks.
         devices: number of devices, or of ranks.
         balanced_optimizer: uses :class:`BalancedOptimizer`. With ddp and fsdp, the rank is the one
             that owns the most whole parameters; elementwise optimizers of fsdp need none.
@@ -267,8 +267,8 @@ def make_report(
     source: Lines | None = None,
     asked: Sequence[int] | None = None,
 ) -> MemoryReport:
-    """Makes the report of micro-batches of ``rows`` rows, from the lines of ``source`` or from
-    traces.
+    """Makes the report of micro-batches of ``rows`` rows of a process, from the lines of ``source``
+    or from traces.
 
     The lines are read there, or at the rows ``asked`` for.
     """
@@ -288,14 +288,14 @@ def make_report(
         device_kind=request.kind.name,
         precision=request.precision,
         devices=request.devices,
-        rows=rows,
+        rows=rows * request.processes,
         micro_batches=request.micro_batches,
         allocated=each(exact.allocated),
         reserved=reserved,
         nvidia_smi=tuple(size + context for size in reserved),
         at_most=tuple(size + context for size in map(max, reserved, upper)),
         parts=each(partial(parts_at_peak, exact)),
-        assumed=_assumed(request, exact),
+        assumed=_assumed(request, exact, read[0][1]),
         timeline=each(lambda i, at: tuple(exact.levels(i, at).tolist())),
         where=each(partial(holders_of, exact)),
         phases={
@@ -309,16 +309,21 @@ def make_report(
     )
 
 
-def _assumed(request: Request, lines: Lines) -> dict[str, str]:
+def _assumed(request: Request, lines: Lines, rows: int) -> dict[str, str]:
     """Returns the sources of what a report assumes."""
-    assumed = {}
+    assumed = request.kind.remarks(request.precision)
     if request.kind.context:
-        assumed.update(KIND_SOURCES)
+        assumed |= KIND_SOURCES
         operators = " ".join({block.operator for block in lines.first.blocks})
         if any(isinstance(module, nn.RNNBase) for module in request.module.modules()):
             assumed["recurrent layers"] = RECURRENT_LAYERS
         if "aten.convolution" in operators:
             assumed["convolutions"] = CONVOLUTIONS
+    late = lines.allocated_late(0, rows) if request.micro_batches == 1 else 0
+    if late > lines.allocated(0, rows):
+        assumed["zero_grad"] = (
+            f"assumed: before the forward. After it, device 0 has {format_bytes(late)} of tensors"
+        )
     if any(map(is_compiled, request.module.modules())):
         assumed["compiled"] = _COMPILED
     return assumed

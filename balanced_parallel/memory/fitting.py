@@ -276,7 +276,5 @@ def saved_bytes(
 
 def _rows_of(option: Request, request: Request, rows: int) -> int:
     """Returns the rows of a micro-batch of an option, of which each rank has a part."""
-    ranks = (
-        request.devices if option.layout.is_distributed and not request.layout.is_distributed else 1
-    )
-    return option.round_up(-(-rows * request.micro_batches // (option.micro_batches * ranks)))
+    parts = option.micro_batches * option.processes // request.processes
+    return option.round_up(-(-rows * request.micro_batches // parts))

@@ -53,6 +53,8 @@ class Lines:
             np.array([block.size for block in trace.blocks], dtype=np.int64)
             for trace in (first, second or first)
         ]
+        self._lower = np.array([block.least for block in first.blocks], dtype=np.int64)
+        self._upper = np.array([block.most for block in first.blocks], dtype=np.int64)
         # the host counts as one device more
         self._devices = np.array(
             [places.get(block.device, request.devices) for block in first.blocks], dtype=np.int64
@@ -75,15 +77,14 @@ class Lines:
 
     def sizes(self, rows: int) -> Numbers:
         """Returns the bytes of each block, without the allocator's rounding."""
-        first, second = self._bytes
-        if self.second is None:
-            return first
-        start = self._rows(self.first.rows)
-        end = self._rows(self.second.rows)
-        steps = self._rows(rows) - start
-        spans = np.maximum(end - start, 1)
-        sizes: Numbers = first + (second - first) * steps[self._devices] // spans[self._devices]
-        return sizes
+        sizes, second = self._bytes
+        if self.second is not None:
+            start = self._rows(self.first.rows)
+            end = self._rows(self.second.rows)
+            steps = self._rows(rows) - start
+            spans = np.maximum(end - start, 1)
+            sizes = sizes + (second - sizes) * steps[self._devices] // spans[self._devices]
+        return np.minimum(sizes, self._upper) * (sizes > self._lower)
 
     def _rows(self, rows: int) -> Numbers:
         """Returns the rows of each device, and those of the host, among so many rows."""
@@ -106,6 +107,17 @@ class Lines:
     def allocated(self, device: int, rows: int) -> int:
         """Returns the maximum of bytes in use in the second update."""
         return int(self.levels(device, rows).max())
+
+    def allocated_late(self, device: int, rows: int) -> int:
+        """Returns the maximum of bytes in use if gradients of the update before are released after
+        the forward.
+        """
+        events = self._events[: self.first.marks.get("backward", 0)]
+        numbers = np.abs(events) - 1
+        is_gradient = np.array([block.kind == "gradients" for block in self.first.blocks])
+        sizes, _ = self._sums(device, rows)
+        extra = np.cumsum(sizes[numbers] * (is_gradient[numbers] & (events < 0)))[self.start :]
+        return int((self.levels(device, rows)[: len(extra)] + extra).max(initial=0))
 
     def allocated_by_device(self, rows: int) -> tuple[int, ...]:
         """Returns the maximum of bytes in use on each device."""

@@ -152,6 +152,33 @@ def convolution_workspace(func: object, args: tuple[Any, ...], result: Any) -> i
     return int((input.nbytes + output.nbytes) * 1.5 ** len(sizes))
 
 
+# Bytes for some rows, the most for which an operator takes none, and the most for any rows.
+Workspace = tuple[int, int, int]
+UNLIMITED = 2**62
+
+
+def embedding_workspaces(func: object, args: tuple[Any, ...]) -> list[Workspace]:
+    """Returns what CUDA's backward of an embedding takes for itself: partial sums of its rows, one
+    for each word in the batch and for each ten ids, and indices.
+
+    ``embedding_backward_cuda_kernel`` of aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu
+    allocates them. Embedding.cu calls another kernel for up to 3,072 ids.
+    """
+    if func is not _aten.embedding_dense_backward.default:
+        return []
+    gradient, ids, words, _, counts_words = args
+    count = ids.numel()
+    index = ids.itemsize
+    threshold = 0 if counts_words else 3072
+    partial_sum = max(gradient.itemsize, 4) * gradient.shape[-1] + index
+    word = partial_sum + 2 * index
+    id = partial_sum // 10 + (3 + counts_words) * index
+    return [
+        (count * word, threshold * word, words * word),
+        (count * id, threshold * id, UNLIMITED),
+    ]
+
+
 def _attention_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, mask, *_results = ctx.saved_tensors
     of_mask = mask.new_empty(mask.shape) if ctx.needs_input_grad[3] else None

@@ -14,6 +14,7 @@ Each trace is logged before it starts (``logging``, level ``INFO``), since a sea
 import dataclasses
 import html
 import json
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from ..batch.plan import split_sizes
 from ..runtime.values import check_number, format_bytes
 from ..savings.saving import Savings
 from ..strategies.parallelize import detect_ranks
-from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
+from .candidates import HEADERS, TAKES_ANY_ROWS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import MakeOptimizer, make_report, make_request, parts_at_peak
 from .problem import LossFunction, Problem
 from .report import Capacity, MemoryReport, json_of, parse_each, sizes_as_text, write_page
@@ -76,6 +77,8 @@ class MemoryPlan:
         skipped: names of options that could not be traced, with the reasons.
         remarks: savings that no trace has, as text.
         unknown_divisor: the loss needs a ``weight=`` if it is not a function of sums.
+        kind_capacity: bytes of a device of this kind; None for no limit.
+        assumed: what a user may not expect of the devices.
         report: the estimate of the chosen one.
     """
 
@@ -92,6 +95,8 @@ class MemoryPlan:
     skipped: tuple[tuple[str, str], ...] = ()
     remarks: tuple[str, ...] = ()
     unknown_divisor: bool = False
+    kind_capacity: int | None = None
+    assumed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -114,6 +119,14 @@ class MemoryPlan:
     @property
     def verdict(self) -> str:
         """The first line: what fits, or the nearest that would."""
+        size = max(self.capacity)
+        most = self.kind_capacity or size
+        if size <= most:
+            return self._fit
+        return f"{self._fit}; but {self.device_kind} has {format_bytes(most)} and not {format_bytes(size)}"
+
+    @property
+    def _fit(self) -> str:
         if self.fits:
             how = f"{self._rows} in {_count(self.chosen.micro_batches, 'micro-batch', 'es')}"
             return f"fits: yes, {self._filled(how)}"
@@ -273,6 +286,7 @@ class MemoryPlan:
 
     def _notes(self, verbose: bool = False) -> Iterator[str]:
         yield _RESERVED
+        yield from (f"{name}: {remark}" for name, remark in self.assumed.items())
         if note := _NOTES.get(self.choices[0].statistics or ""):
             yield note
         if self.unknown_divisor:
@@ -323,6 +337,7 @@ def plan(
     device_kind: str | None = None,
     dim: int = 0,
     scalar: float | None = None,
+    seconds: float = math.inf,
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one host, or of several.
 
@@ -347,10 +362,13 @@ def plan(
         hosts: number of hosts with as many devices each. With several, every device has a rank of
             torchrun.
         precision: the precision to try first.
+        seconds: time for the search. After it, and after Ctrl-C, the best option so far is the
+            plan.
 
     Raises:
         ValueError: a setting is out of its range, :func:`estimate` refuses it, or no option can be
             traced.
+        TimeoutError: no option that fits was found in ``seconds``.
 
     Example:
         >>> net, batch = torch.nn.Linear(256, 256), (torch.zeros(8, 256), torch.zeros(8, 256))
@@ -378,14 +396,12 @@ def plan(
             f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'"
         )
     limits = parse_each(capacity, devices) * hosts
-    with keeping_processes(request):
+    with keeping_processes(request, seconds):
         search = Search(request, limits, batch_size, hosts)
         search.run()
     if not search.choices:
         name, reason = next(iter(search.skipped.items()))
-        raise ValueError(
-            f"{name}: {reason}; a plan needs a module, a criterion and an optimizer that take any number of rows"
-        )
+        raise ValueError(f"{name}: {reason}; {TAKES_ANY_ROWS}")
     ranked = sorted(
         search.choices.items(),
         key=lambda pair: (pair[1].optimizer is not None, not pair[1].fits, pair[1].cost),
@@ -403,6 +419,8 @@ def plan(
         skipped=tuple(search.skipped.items()),
         remarks=_remarks(how),
         unknown_divisor=not wrap(criterion).kind.knows_divisor,
+        kind_capacity=request.kind.capacity,
+        assumed=request.kind.remarks(best.precision),
     )
     if not best.fits:
         return dataclasses.replace(result, needs=search.what_would_fit())

@@ -87,6 +87,7 @@ class Layout(Protocol):
         cls,
         request: "Request",
         parameters: int,
+        learned: int,
         devices: int,
         micro_batches: int,
         reductions: int,
@@ -94,11 +95,12 @@ class Layout(Protocol):
         """Returns the bytes to and from the busiest device per update.
 
         Args:
-            parameters: their bytes.
+            parameters: their bytes, of which ``learned`` are trained. Frozen values stay where they
+                are, unless they are gathered for each forward.
             devices: the number of devices of all hosts.
             reductions: how often gradients are reduced.
         """
-        moved = 2 * (devices - 1) * parameters
+        moved = 2 * (devices - 1) * learned
         # a reduce-scatter and an all-gather, or from and to the first device
         is_ring = request.balanced or cls.is_distributed
         return 2 * moved // devices if is_ring else moved
@@ -178,8 +180,12 @@ class Request:
         """Rows of an update over all devices and ranks, whose outputs a loss with ``whole=True``
         needs.
         """
-        ranks = self.devices if self.layout.is_distributed else 1
-        return (self.update_rows or self.rows) * ranks
+        return (self.update_rows or self.rows) * self.processes
+
+    @property
+    def processes(self) -> int:
+        """The number of processes, each with rows of its own: ranks, or one."""
+        return self.devices // self.layout.devices_per_process(self.devices)
 
     @property
     def row_step(self) -> int:

@@ -163,7 +163,7 @@ class MemoryReport:
         where: modules and lines of source with the most bytes at the peak, the largest first.
         phases: places in the timeline where the (last) backward and the optimizer's step begin; none
             with ``mode="evaluate"``.
-        rows: of one micro-batch over all devices. An update has ``micro_batches`` of them.
+        rows: of one micro-batch over all devices and ranks. An update has ``micro_batches`` of them.
         flops: operations of an update without those of the optimizer.
         affine: :meth:`at` computes other batches from two traces. Otherwise it traces each of them.
 
@@ -198,7 +198,7 @@ class MemoryReport:
 
     def at(self, rows: int, capacity: Capacity | None = None) -> Peak:
         """Returns the allocated bytes of each device for micro-batches of ``rows`` rows over all
-        devices.
+        devices and ranks.
 
         If the rows do not divide evenly, they are those of a device with the larger share. ``fits``
         of the result says whether they fit in ``capacity``, as for :meth:`largest`; ``None`` is
@@ -208,7 +208,9 @@ class MemoryReport:
             ValueError: the number is not positive.
         """
         check_number("rows", rows, "a positive number", at_least=1, whole=True)
-        capacity = capacity or self.batches.request.kind.capacity
+        request = self.batches.request
+        capacity = capacity or request.kind.capacity
+        rows = -(-rows // request.processes)
         fits = (
             None
             if capacity is None
@@ -219,13 +221,14 @@ class MemoryReport:
         return Peak(lines.allocated_by_device(rows), fits)
 
     def largest(self, capacity: Capacity) -> int:
-        """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row
-        fits.
+        """Returns the most rows of a micro-batch, over all devices and ranks, that fit; 0 if not even
+        one row of each rank fits.
 
         Args:
             capacity: bytes or text such as ``"24GiB"``, for each device or one for all.
         """
-        return self.batches.largest(parse_each(capacity, self.devices))
+        most = self.batches.largest(parse_each(capacity, self.devices))
+        return most * self.batches.request.processes
 
     def save_html(self, path: Path | str, capacity: Capacity | None = None) -> None:
         """Writes a page that needs no network: memory over the step, and the holders of the peak.
@@ -331,12 +334,13 @@ def _verdict(report: MemoryReport, limits: Sequence[int]) -> str:
     """Returns whether the fullest device fits, and by how much."""
     if not limits:
         return f"needs {format_bytes(max(report.nvidia_smi))}"
-    lines = report.batches.at(report.rows)
     request = report.batches.request
+    rows = report.rows // request.processes
+    lines = report.batches.at(rows)
     parts = []
     for device, needs, limit in zip(request.traced_devices, report.nvidia_smi, limits, strict=True):
         # The allocator gives back its cache where the device is full.
-        size = lines.reserved(device, report.rows, limit)
+        size = lines.reserved(device, rows, limit)
         parts.append((needs if size is None else size + request.kind.context, limit))
     needs, limit = max(parts, key=lambda part: part[0] / part[1])
     used = f"{format_bytes(needs)} of {format_bytes(limit)}"

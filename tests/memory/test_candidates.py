@@ -1,5 +1,6 @@
 """The search of a plan: layouts over devices and hosts, options that cannot be traced, lines that run, one page of text."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -125,6 +126,33 @@ def test_lines_run_as_they_stand_on_devices_of_the_capacity():
         loss, step = run_lines(plan.lines, batch(64))
         assert loss == pytest.approx(plain_loss(64), rel=1e-4)
         assert step.micro_batch_size == plan.micro_batch_size
+
+
+def test_frozen_weights_are_no_traffic_of_an_update():
+    """They were counted with each update, and shards with offloading were chosen where replicas fit."""
+    net = Wide()
+    net.layers[:3].requires_grad_(False)
+    frozen, learned = (
+        sum(each.nbytes for each in net.parameters() if each.requires_grad == is_learned)
+        for is_learned in (False, True)
+    )
+
+    def traffic(layout, balanced=False, **changes):
+        request = make_request(
+            Problem(net, nn.MSELoss(), *batch(4)),
+            layout=layout,
+            devices=2,
+            device_kind="a100",
+            balanced_optimizer=balanced,
+        )
+        option = candidates.Option((), dataclasses.replace(request, **changes), (2**30,) * 2, 4)
+        return option.traffic(3)
+
+    assert traffic("replicas") == traffic("ddp") == traffic("replicas", True) == 2 * learned
+    assert traffic("replicas", savings=("offload_optimizer",)) == 5 * learned
+    gathered = 4 * 3 * (frozen + learned) // 2
+    assert traffic("fsdp") == gathered + 2 * 3 * learned // 2
+    assert traffic("fsdp", True) == gathered + (2 * 3 + 6) * learned // 2
 
 
 def test_several_hosts_have_ranks():

@@ -227,6 +227,56 @@ def test_invalid_settings_of_plan_raise_an_error(said):
         make_plan(**settings)
 
 
+@pytest.mark.parametrize("error", [TypeError("two outputs"), ValueError("two outputs")])
+def test_an_error_of_the_program_ends_the_search_at_once(caplog, error):
+    """All options were tried, with the same error."""
+
+    def loss(output, targets):
+        raise error
+
+    rows = torch.zeros(8, 64)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
+    with (
+        caplog.at_level("INFO", logger="balanced_parallel.memory"),
+        pytest.raises(ValueError, match=r"replicas: .*two outputs; a plan needs a module"),
+    ):
+        memory.plan(net, loss, rows, rows, batch_size=8, capacity="1GiB", device_kind="a100")
+    assert len([message for message in caplog.messages if "trying" in message]) == 1
+
+
+@pytest.mark.parametrize("ended", [KeyboardInterrupt, TimeoutError])
+def test_a_search_that_is_stopped_ends_with_the_best_option_so_far(monkeypatch, caplog, ended):
+    """Ctrl-C was a traceback, and what had been found was lost."""
+    choose, count = Option.choose, 1
+
+    def choose_some(option, plain):
+        if len(tried) == count:
+            raise ended
+        tried.append(option.name)
+        choice = choose(option, plain)
+        # As slow as recomputation, so that the search goes on.
+        return dataclasses.replace(choice, traffic=2**50)
+
+    monkeypatch.setattr(Option, "choose", choose_some)
+    tried = []
+    with caplog.at_level("INFO", logger="balanced_parallel.memory"):
+        plan = make_plan("1GiB", 1, 24)
+    assert plan.chosen.name == tried[0] == "replicas"
+    assert plan.report is not None
+    assert any(
+        message.startswith("the best so far: replicas, 24 x 1, ") for message in caplog.messages
+    )
+    assert "the search was stopped: a cheaper option may fit" in caplog.messages
+    tried, count = [], 0
+    with pytest.raises(ended):
+        make_plan("1GiB", 1, 24)
+
+
+def test_seconds_bound_a_search():
+    with pytest.raises(TimeoutError, match="no option that fits was found in time"):
+        make_plan("1GiB", 1, 24, seconds=0)
+
+
 def test_apply_with_other_devices_raises_an_error():
     with pytest.raises(ValueError, match="expected the 2 that were planned for"):
         planned("1GiB", 2, 24).apply(WordModel(), nn.CrossEntropyLoss(), device_ids=["cpu"])

@@ -15,9 +15,9 @@ import torch
 from helpers.memory_problems import estimated
 from torch import nn
 
-from balanced_parallel import memory
+from balanced_parallel import memory, simulate
 from balanced_parallel.memory.report import holders_table, parse_each
-from balanced_parallel.runtime.values import format_bytes
+from balanced_parallel.runtime.values import format_bytes, parse_bytes
 
 REPLICAS = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
 SMALL = nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long()
@@ -134,6 +134,49 @@ def test_a_compiled_module_is_estimated_with_a_sentence():
         assert compiled.allocated == plain.allocated
         assert "this is the estimate of the uncompiled module" in str(compiled)
     assert "compiled" not in str(plain)
+
+
+def test_a_report_tells_what_gradients_need_that_live_through_the_forward():
+    """The usual loop, with zero_grad() between forward and backward, needed more than was predicted."""
+
+    def make():
+        return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(256, 256), nn.Tanh())])
+
+    batch = torch.zeros(256, 256), torch.zeros(256, 256)
+    adam = functools.partial(torch.optim.Adam, foreach=False)
+    report = memory.estimate(make(), nn.MSELoss(), *batch, optimizer=adam, device_kind="sim")
+    with simulate(devices=1) as cluster:
+        net, inputs, targets = make().to("sim:0"), batch[0].to("sim:0"), batch[1].to("sim:0")
+        optimizer = adam(net.parameters())
+        for _ in range(3):
+            loss = nn.functional.mse_loss(net(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            del loss
+        needed = cluster.peak[0]
+    assert needed > 1.05 * report.allocated[0]
+    (told,) = re.findall("After it, device 0 has (.*) of tensors", report.assumed["zero_grad"])
+    assert parse_bytes(told.replace(" ", "")) == pytest.approx(needed, rel=0.01)
+    small = memory.estimate(make(), nn.MSELoss(), *(each[:2] for each in batch), device_kind="sim")
+    assert "zero_grad" not in small.assumed
+
+
+@pytest.mark.parametrize("layout", ["replicas", "ddp", "fsdp"])
+def test_rows_are_those_of_all_ranks(layout, tmp_path):
+    """They were those of one rank with ddp and fsdp."""
+    rows = 24 if layout == "replicas" else 8
+    problem = nn.Linear(64, 3), nn.MSELoss(), torch.zeros(rows, 64), torch.zeros(rows, 3)
+    report = memory.estimate(*problem, layout=layout, devices=3, device_kind="sim")
+    assert report.rows == 24
+    assert report.at(24) == report.allocated
+    assert report.at(22) == report.allocated
+    assert report.at(25)[0] > report.allocated[0]
+    assert report.at(24, report.allocated[0]).fits
+    assert not report.at(25, report.allocated[0]).fits
+    assert report.largest(report.allocated[0]) == 24
+    report.save_html(tmp_path / "page.html", report.allocated[0])
+    assert verdict_of(tmp_path / "page.html").startswith("fits: yes, ")
 
 
 def verdict_of(path):

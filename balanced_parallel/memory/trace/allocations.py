@@ -27,8 +27,10 @@ from ..operators import (
     IN_PLACE,
     MATRIX_PRODUCTS,
     SELECTIONS,
+    UNLIMITED,
     answer,
     convolution_workspace,
+    embedding_workspaces,
     is_in_place,
     keep_elements,
     selected,
@@ -38,7 +40,7 @@ from .values import Values
 
 _TORCH = f"{torch.__path__[0]}/"
 _MEMORY = f"{Path(__file__).parents[1]}/"
-_HERE = f"{Path(__file__).parents[2]}/"
+PACKAGE = f"{Path(__file__).parents[2]}/"
 _TRACER = str(Path(__file__).with_name("tracer.py"))
 _OPTIMIZERS = (f"{_TORCH}optim", f"{_TORCH}amp")
 _STANDARD_LIBRARY = f"{Path(traceback.__file__).parent}/"
@@ -74,6 +76,8 @@ class Block:
     module: str
     line: str
     stream: int = 0  # 1 for a side stream: only that stream reuses the memory
+    least: int = 0  # of this and fewer bytes there is no block
+    most: int = UNLIMITED  # bytes for any number of rows
 
 
 @dataclass(frozen=True)
@@ -201,21 +205,33 @@ class Count(TorchDispatchMode):
 
         A handle's stays.
         """
-        sizes = {"temporaries": selected(func, args)}
-        if self.kind.is_gpu:
-            sizes[MAYBE] = convolution_workspace(func, args, result)
         handle = func in MATRIX_PRODUCTS and (str(args[0].device), current_node() is not None)
         if handle and handle not in self._handles:
             self._handles.add(handle)
-            sizes = {"workspace": self.kind.workspace, **sizes}
-        for kind, size in sizes.items():
-            if size:
-                self.blocks.append(
-                    Block(str(args[0].device), size, kind, str(func), *self._place())
-                )
-                self.events.append(len(self.blocks))
-                if kind != "workspace":
-                    self.events.append(-len(self.blocks))
+            self._take(func, args, self.kind.workspace, "workspace")
+        first = len(self.blocks)
+        self._take(func, args, selected(func, args))
+        if self.kind.is_gpu:
+            self._take(func, args, convolution_workspace(func, args, result), MAYBE)
+            for limited in embedding_workspaces(func, args):
+                self._take(func, args, limited[0], "temporaries", *limited[1:])
+        self.events += range(-first - 1, -len(self.blocks) - 1, -1)
+
+    def _take(
+        self,
+        func: object,
+        args: tuple[Any, ...],
+        size: int,
+        kind: str = "temporaries",
+        least: int = 0,
+        most: int = UNLIMITED,
+    ) -> None:
+        """Records a block of an operator."""
+        if size:
+            device = str(args[0].device)
+            block = Block(device, size, kind, str(func), *self._place(), least=least, most=most)
+            self.blocks.append(block)
+            self.events.append(len(self.blocks))
 
     def _run(
         self,
@@ -357,7 +373,7 @@ def _running(frame: FrameType) -> int:
 @functools.cache
 def _owner(name: str) -> str:
     """Returns whose file this is: a user's, a library's or a runner's, in which code of others runs."""
-    if name.startswith((_HERE, _TORCH, "<")):
+    if name.startswith((PACKAGE, _TORCH, "<")):
         return "runner"
     if "-packages/" in name:
         return "library"
@@ -374,7 +390,7 @@ def _user_line() -> str:
         if name.startswith(_OPTIMIZERS):
             return ""  # Optimizers of other packages are among them: torch wraps their step().
         if not line and not name.startswith(_MEMORY):
-            if name.startswith(_HERE):
+            if name.startswith(PACKAGE):
                 return ""
             if _owner(name) != "runner":
                 line = f"{name}:{number}"

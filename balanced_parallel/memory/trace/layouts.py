@@ -418,15 +418,16 @@ class FSDP(SingleDevice):
         cls,
         request: Request,
         parameters: int,
+        learned: int,
         devices: int,
         micro_batches: int,
         reductions: int,
     ) -> int:
         """Returns the bytes of the parameters that are gathered, and of the gradients."""
         gathered = parameters // 2 if request.precision == "bf16" else parameters
-        moved = 4 * gathered * micro_batches + 2 * parameters * reductions
+        moved = 4 * gathered * micro_batches + 2 * learned * reductions
         # values and gradients to all ranks, values from owners
-        moved += 6 * parameters * request.balanced
+        moved += 6 * learned * request.balanced
         return moved * (devices - 1) // devices
 
     @contextlib.contextmanager

@@ -10,10 +10,13 @@ import gc
 import importlib
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import pickle
+import signal
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -37,7 +40,7 @@ from ...strategies.tracing import Shard, TracedBatch
 from ..operators import HINT, KERNELS, UnknownMemory, autograd_kernels, cuda_choices
 from ..problem import Layout, Request
 from . import fakes
-from .allocations import Count, Trace
+from .allocations import PACKAGE, Count, Trace
 from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
 from .private import leaves_of_tree
@@ -58,7 +61,13 @@ def run_traces(jobs: Sequence[Job]) -> list[Trace]:
     return _run_in_processes(jobs, _trace)
 
 
-def try_traces(jobs: Sequence[Job]) -> list[Trace | str]:
+class ProgramError(ValueError):
+    """The module, the criterion or the optimizer raised an error, which no other way to run them
+    avoids.
+    """
+
+
+def try_traces(jobs: Sequence[Job]) -> list[Trace | ValueError]:
     """Returns a trace for each of ``jobs``, or the reason why there is none, in one line."""
     return _run_in_processes(jobs, _trace_or_reason)
 
@@ -72,11 +81,11 @@ _processes: contextvars.ContextVar["Processes | None"] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def keeping_processes(request: Request) -> Iterator[None]:
+def keeping_processes(request: Request, seconds: float = math.inf) -> Iterator[None]:
     """Traces ``request`` and those that follow from it in the same processes, which find torch's
-    caches filled.
+    caches filled, and raises ``TimeoutError`` after so many seconds.
     """
-    with contextlib.closing(Processes([request] * 2)) as processes:
+    with contextlib.closing(Processes([request] * 2, seconds)) as processes:
         token = _processes.set(processes)
         try:
             yield
@@ -94,10 +103,11 @@ class Processes:
     threads hold, and nothing releases them there.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], seconds: float = math.inf) -> None:
         # fake tensors import it: here once, not again in each process
         importlib.import_module("torch._dynamo")
         self._requests = requests
+        self._end = time.monotonic() + seconds
         self._pool: ProcessPoolExecutor | None = None
         if fakes.FORKS and not multiprocessing.current_process().daemon:
             count = min(len(requests), os.cpu_count() or 1)
@@ -107,6 +117,7 @@ class Processes:
 
     def run(self, jobs: Sequence[Job], function: Callable[[Request, int], T]) -> list[T]:
         """Returns the results of a function of each job, a request and a number of rows."""
+        self._check_time()
         if self._pool is None:
             return [function(*job) for job in jobs]
         # The locks of threads are not taken there.
@@ -126,6 +137,10 @@ class Processes:
         self.close()
         return self.run(jobs, function)
 
+    def _check_time(self) -> None:
+        if time.monotonic() > self._end:
+            raise TimeoutError("no option that fits was found in time: give more seconds")
+
     def close(self) -> None:
         """Ends the processes."""
         if self._pool is not None:
@@ -142,6 +157,7 @@ class Processes:
         used: object = None
         begin = last_check = time.monotonic()
         while self._pool is not None and (running := wait(results, min(BEAT, PATIENCE)).not_done):
+            self._check_time()
             now = time.monotonic()
             finished = len(results) - len(running)
             _log.info("traced %d of %d after %.0f s", finished, len(results), now - begin)
@@ -181,7 +197,8 @@ _requests: list[Request] = []  # Only a forked process has some.
 
 
 def _prepare(requests: Sequence[Request]) -> None:
-    """Begins a forked process."""
+    """Begins a forked process, which the parent ends after Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _requests.extend(requests)
     gc.freeze()  # The collector does not visit, and so does not copy, the parent's objects.
     gc.disable()  # One more run, after a trace, would take a sixth of its time.
@@ -212,14 +229,22 @@ def _run_in_processes(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> 
         return processes.run(jobs, run)
 
 
-def _trace_or_reason(request: Request, rows: int) -> Trace | str:
+def _trace_or_reason(request: Request, rows: int) -> Trace | ValueError:
     try:
         return _trace(request, rows)
     except Exception as error:
         if _runs_in_parent_only(error):
             raise
-        prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return f"{prefix}{error}".splitlines()[0]
+        is_refused = isinstance(error, ValueError)
+        prefix = "" if is_refused else f"{type(error).__name__}: "
+        reason = f"{prefix}{error}".splitlines()[0]
+        return ValueError(reason) if is_refused and _is_of_package(error) else ProgramError(reason)
+
+
+def _is_of_package(error: Exception) -> bool:
+    """Returns True for an error that a file of this package raised."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def _trace(request: Request, rows: int) -> Trace:
