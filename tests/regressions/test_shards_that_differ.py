@@ -1,0 +1,214 @@
+"""Shards whose programs differ: other branches, other factors, other devices, other state. Exact, or an error."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import on_ranks
+from torch import nn
+
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+)
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Linear(4, 5).double()
+
+
+def make_batch(rows=8):
+    torch.manual_seed(1)
+    return torch.randn(rows, 4).double(), torch.randn(rows, 5).double()
+
+
+def step_of(net, criterion, devices=("cpu",) * 2, rows=None):
+    model = DataParallelModel(net, [*devices])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return TrainStep(model, DataParallelCriterion(criterion), optimizer, micro_batch_size=rows)
+
+
+def smaller_of_two(output, target):
+    return min(F.mse_loss(output, target), F.mse_loss(output, target.flip(1)))
+
+
+def larger_of_two(output, target):
+    errors = (output - target).square().sum(1)
+    mask = (target[:, 0] > 0).double()
+    one = (errors * mask).sum() / mask.sum()
+    other = (errors * (1 - mask)).sum() / (1 - mask).sum()
+    return one if one > other else other
+
+
+@pytest.mark.parametrize("rows", [None, 1])
+@pytest.mark.parametrize("criterion", [smaller_of_two, larger_of_two])
+def test_a_choice_of_two_losses_of_one_kind_is_refused(criterion, rows):
+    """Both have one text, "mse_loss" or "sum / sum", so shards that chose others were added up."""
+    step = step_of(make_net(), criterion, rows=rows and 4)
+    inputs, target = make_batch()
+    target = torch.arange(5).double().repeat(8, 1)
+    target[:, 0] = torch.tensor([1, -1] * 4)
+    with torch.no_grad():
+        step.model.module.weight.zero_()
+        step.model.module.bias.copy_(target[0])
+    step(inputs, target)
+    target[4:] = target[4:].flip(1)
+    target[4:, 0] *= 30
+    with pytest.raises(ValueError, match=r"for some rows, and .* for others|does not add up"):
+        [step(inputs, target) for _ in range(3)]
+
+
+def test_a_factor_of_some_micro_batches_is_refused_in_one_pass():
+    """The first updates show one count. Later ones compared the shards of one forward alone."""
+
+    def criterion(output, target):
+        loss = F.mse_loss(output, target)
+        return loss * 2 if (target > 50).any() else loss
+
+    step = step_of(make_net(), criterion, rows=2)
+    inputs, target = make_batch()
+    for _ in range(2):
+        step(inputs, target)
+    target[-1] = 100.0
+    with pytest.raises(ValueError, match=r"mse_loss for some rows, and mse_loss \* 2 for others"):
+        step(inputs, target)
+
+
+def test_a_factor_may_change_between_updates():
+    factor = 1.0
+    net, (inputs, target) = make_net(), make_batch()
+    step = step_of(net, lambda output, target: F.mse_loss(output, target) * factor, rows=2)
+    for factor in (1.0, 0.5, 0.25, 0.125):
+        expected = F.mse_loss(net(inputs), target) * factor
+        torch.testing.assert_close(step(inputs, target), expected)
+
+
+def sum_from_zeros(output, target):
+    loss = torch.zeros((), device=output.device, dtype=output.dtype)
+    loss = loss + F.mse_loss(output, target)
+    return loss + torch.full((), 0.5, device=output.device) * output.abs().mean()
+
+
+@pytest.mark.parametrize("rows", [None, 1])
+def test_a_loss_may_begin_with_zeros_on_its_device(rows):
+    """The text of a constant had its device, which differs between replicas."""
+    net, (inputs, target) = make_net(), make_batch()
+    expected = sum_from_zeros(net(inputs), target).item()
+    with simulate(3) as machine:
+        step = step_of(net, sum_from_zeros, machine.devices, rows)
+        assert step(inputs, target).item() == pytest.approx(expected, rel=1e-12)
+
+
+class Weighed(nn.Module):
+    """A criterion with a trained parameter, and class weights that its graph keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.arange(5).double() + 1)
+        self.temperature = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output, target):
+        classes = target.argmax(1)
+        return F.cross_entropy(output, classes, self.weight) * self.temperature.exp()
+
+
+def test_a_criterion_may_have_a_parameter_and_a_buffer_of_its_graph():
+    """A comparison on another device wrote the buffer back, although nothing had changed it."""
+    net, (inputs, target) = make_net(), make_batch()
+    plain = Weighed()
+    expected = plain(net(inputs), target)
+    expected.backward()
+    with simulate(3) as machine:
+        model = DataParallelModel(net, machine.devices)
+        criterion = DataParallelCriterion(Weighed())
+        net.zero_grad()
+        loss = criterion(model(inputs), target)
+        loss.backward()
+        found = criterion.module.temperature.grad
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        assert found.item() == pytest.approx(plain.temperature.grad.item(), rel=1e-12)
+
+
+class Counting(nn.Module):
+    """A model whose loss depends on the number of its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = make_net()
+        self.forwards = 0
+
+    def forward(self, inputs, target):
+        self.forwards += 1
+        output = self.layer(inputs)
+        return F.mse_loss(output, target) + 0.5**self.forwards * output.square().mean()
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(1, None), (1, 2), (3, None)])
+def test_rows_that_are_compared_leave_counters_as_they_are(devices, rows):
+    plain, net = Counting(), Counting()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    step = step_of(net, lambda loss: loss, ["cpu"] * devices, rows)
+    batch = make_batch()
+    for number in range(1, 6):
+        loss = plain(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(batch), loss.detach())
+        assert net.forwards == number
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = make_net()
+        self.fails = []
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs):
+        self.forwards += 1
+        if self.fails:
+            raise ValueError(self.fails.pop())
+        return self.layer(inputs) * (1 + 0.1 * self.forwards)
+
+
+@pytest.mark.parametrize("kind", ["one pass", "two passes"])
+@on_ranks(2)
+def test_a_step_that_failed_leaves_the_state_of_forwards(rank, kind):
+    """Ranks went on from other numbers of forwards, so that the loss was that of neither."""
+    net = Counter()
+    criterion = nn.MSELoss()
+    if kind == "two passes":
+        criterion = lambda output, target: F.mse_loss(output, target)  # noqa: E731
+    model, criterion = parallelize(net, criterion)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=1)
+    inputs, target = make_batch()
+    mine = slice(rank * 4, rank * 4 + 4)
+    net.fails += ["a forward fails"] * (rank == 0)
+    with pytest.raises((ValueError, RuntimeError), match="fail"):
+        step(inputs[mine], target[mine])
+    expected = F.mse_loss(make_net()(inputs) * 1.1, target)
+    torch.testing.assert_close(step(inputs[mine], target[mine]), expected.detach())
+    assert net.forwards == 1
+
+
+@on_ranks(2)
+def test_a_rank_without_rows_refuses_a_later_layer_too(rank):
+    """It made its update, while the other rank raised."""
+    net = nn.Sequential(make_net())
+    model, criterion = parallelize(net, nn.MSELoss())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer)
+    inputs, target = make_batch()
+    step(inputs, target)
+    net.append(nn.Linear(5, 5).double())
+    optimizer.add_param_group({"params": [*net[1].parameters()]})
+    before = net[0].weight.detach().clone()
+    rows = 0 if rank else 8
+    with pytest.raises(ValueError, match=r"1\.weight came after parallelize"):
+        step(inputs[:rows], target[:rows])
+    torch.testing.assert_close(net[0].weight, before, rtol=0, atol=0)
