@@ -60,6 +60,7 @@ _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}
 # The size of the result depends on values.
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}
 _OF_VALUES = _SELECTIONS | {"where", "__setitem__"}
+_ELEMENTS = {"unbind", "getitem", "select"}
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 # Another tensor gives its type and its device.
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "cpu", "cuda", "as_tensor"}
@@ -314,6 +315,7 @@ class Facts(NamedTuple):
     divided: tuple[int, float] | None = None  # The place of a sum, and the number that divided it.
     is_target: bool = False  # It does not depend on the outputs.
     is_selected: bool = False  # The size depends on values.
+    is_element: bool = False  # It is computed of some rows alone.
     # It was computed without a graph. An autograd function may have given it a derivative.
     is_inside: bool = False
     original: "Facts | None" = None  # The facts about the tensor that it copies.
@@ -572,7 +574,11 @@ class SumNotes(TorchFunctionMode):
         is_target = all(each.is_target for each in facts) and not result.requires_grad
         is_selected = any(each.is_selected for each in facts)
         is_selected = is_selected or _is_selection(call.name, call.tensors, result)
-        return Facts(call.level, is_target=is_target, is_selected=is_selected)
+        is_element = call.name in _ELEMENTS or any(each.is_element for each in facts)
+        is_element = is_element and call.name not in ("any", "all")
+        return Facts(
+            call.level, is_target=is_target, is_selected=is_selected, is_element=is_element
+        )
 
     def _text(self, name: str, values: Sequence[object]) -> str:
         leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
@@ -588,6 +594,8 @@ class SumNotes(TorchFunctionMode):
             self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in call.tensors)
         if call.name == "bool":
             self._has_branches |= call.level == _OF_SUMS
+            # A loop may count rows by their truth.
+            self._knows_numbers &= not self._of(call.tensors[0]).is_element
         if call.name in _READS and call.tensors:
             facts = self._of(call.tensors[0])
             is_count = facts.is_target or facts.form.kind in ("sum", "bounded")
@@ -662,7 +670,7 @@ class SumNotes(TorchFunctionMode):
         has_gradient = isinstance(value, Tensor) and value.requires_grad
         learns = has_gradient or not self._has_graph
         self._kinds[kind] += 1
-        order = f" {self._kinds[kind]}"
+        order = f" {self._kinds[kind]}" if self._kinds[kind] > 1 else ""
         self.statistics.append(Statistic(kind, value, number, key, learns=learns, order=order))
         return number
 

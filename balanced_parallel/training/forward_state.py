@@ -113,7 +113,7 @@ class ForwardState:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Leaves the state behind the first forward.
+        """Leaves the state behind the first forward. :meth:`undo` can still put it back.
 
         Raises ``RuntimeError`` if other micro-batches have left other values in a buffer.
         """
@@ -121,9 +121,7 @@ class ForwardState:
             return
         for (_, slot), after in zip(self._slots, self._after, strict=True):
             slot.put(after)
-        compared = self._differs
-        self.reset()  # Nothing stays in memory.
-        for name, differs in compared.items():
+        for name, differs in self._differs.items():
             if differs:
                 raise RuntimeError(
                     f"the buffer {name} has other values after the forward of another micro-batch, expected a buffer that does "

@@ -397,6 +397,8 @@ class Accumulation(Attempt):
         if self.forwards.state is not None:
             self.forwards.state.finish()
         whole = self.sync.finish(LossSum(self._total, self._weight), settings)
+        if self.forwards.state is not None:
+            self.forwards.state.reset()  # Nothing stays in memory.
         kind = self.kind.learned(self.forwards.copies)
         counted = self._weight_on_host if whole.weight is self._weight else whole.weight
         weight = max(float(counted() if callable(counted) else counted or 0.0), kind.least)

@@ -86,6 +86,34 @@ def test_a_factor_may_change_between_updates():
         torch.testing.assert_close(step(inputs, target), expected)
 
 
+def count_by_truth(output, target):
+    counted = sum(1 for row in target if row[0] > 0)
+    return (output - target).square().sum() / max(counted, 1)
+
+
+def choose_by_truth(output, target):
+    rows = [row for row in range(len(target)) if target[row, 0] > 0]
+    return (output[rows] - target[rows]).square().sum() / max(len(rows), 1)
+
+
+@pytest.mark.parametrize("criterion", [count_by_truth, choose_by_truth])
+def test_a_count_of_true_rows_is_a_number_read_from_values(criterion):
+    step = step_of(make_net(), criterion)
+    with pytest.raises(ValueError, match="number that was read from values"):
+        step(*make_batch())
+
+
+def test_a_branch_on_any_row_leaves_numbers_known():
+    def criterion(output, target):
+        if (target[:, 0] > 1e9).any():
+            raise AssertionError
+        return (output - target).square().sum() / len(target)
+
+    net, (inputs, target) = make_net(), make_batch()
+    expected = criterion(net(inputs), target).detach()
+    torch.testing.assert_close(step_of(net, criterion)(inputs, target), expected)
+
+
 def sum_from_zeros(output, target):
     loss = torch.zeros((), device=output.device, dtype=output.dtype)
     loss = loss + F.mse_loss(output, target)
