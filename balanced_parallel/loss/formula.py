@@ -145,7 +145,7 @@ class Statistic(NamedTuple):
     key: Hashable = None  # None: not a count.
     is_bounded: bool = False  # A quotient has a lower bound of the count.
     learns: bool = True  # It has a gradient, or nothing tells.
-    order: str = ""  # Its number among those of its kind, if Python has compared sums.
+    order: str = ""  # The number among those of this kind, if Python has compared sums.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -582,7 +582,9 @@ class SumNotes(TorchFunctionMode):
 
     def _text(self, name: str, values: Sequence[object]) -> str:
         leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
-        leaves = [leaf for leaf in leaves if not isinstance(leaf, torch.device)]  # of a replica
+        leaves = [
+            leaf for leaf in leaves if not isinstance(leaf, torch.device)
+        ]  # Replicas differ in it.
         texts = (self._of(leaf).text if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
         return f"{name}({', '.join(texts)})"
 

@@ -277,12 +277,15 @@ class ModuleTree:
                 _set_entries(entries, before)
 
     @torch.no_grad()
-    def take_buffers(self, skeletons: Skeletons, filled: Mapping[int, int]) -> None:
-        """Copies the buffers of the skeletons to the modules, as if the modules themselves had run.
+    @contextmanager
+    def taking_buffers(self, skeletons: Skeletons, copies: Mapping[int, Tensor]) -> Iterator[None]:
+        """Copies the buffers of skeletons to the modules after the block, as if these had run in it.
 
-        ``filled`` are the versions of the copies, by their ids. A graph may have kept a buffer, so
-        one whose copy is as it was is not written to.
+        A graph may have kept a buffer, so one whose copy was not written to stays as it is.
         """
+        copied = [*copies.values()]
+        filled = dict(zip(map(id, copied), versions(copied), strict=True))
+        yield
         for part, skeleton, _ in skeletons:
             has_statistics = isinstance(part.module, NormWithStatistics)
             for name, buffer in buffers_of(part.module).items():

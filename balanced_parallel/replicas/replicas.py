@@ -20,7 +20,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,10 +128,6 @@ class Replicas:
                 # counter
                 buffers = copy_buffers(tree.buffers(home), others)
                 modules += map(tree.fill, self._skeletons, map(tensors.get, others), buffers)
-                filled: dict[int, int] = {}
-                if devices[0] != home:
-                    copied = [*buffers[0].values()]
-                    filled = dict(zip(map(id, copied), versions(copied), strict=True))
                 self._copy_changed(tree)
                 self._fresh_in = next(iter(self.windows), None)
                 if tree.is_compiled:
@@ -146,7 +142,13 @@ class Replicas:
                     if devices.count(device) > 1
                 ]
                 before = [*map(versions, shared)]
-                with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
+                taking: AbstractContextManager[None] = nullcontext()
+                if devices[0] != home:
+                    taking = tree.taking_buffers(self._skeletons[0], buffers[0])
+                with (
+                    taking,
+                    tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext(),
+                ):
                     yield modules
                 # rows that are rescaled twice stay the same
                 if before != [*map(versions, shared)] and not tree.rescaled:
@@ -159,8 +161,6 @@ class Replicas:
                 raise
             finally:
                 self._turns = []
-            if devices[0] != home:
-                tree.take_buffers(self._skeletons[0], filled)
 
     @property
     def are_fresh(self) -> bool:

@@ -330,7 +330,7 @@ class Accumulation(Attempt):
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # All gradients of this update are divided by it.
         self._logged: list[LoggedMeans] = []
-        self._formula = ""  # That of the losses, if a criterion is a function of sums.
+        self._formula = ""  # The formula of the losses, if a criterion is a function of sums.
         if forwards.state is not None:
             forwards.state.reset()
 
