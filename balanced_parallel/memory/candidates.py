@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -487,10 +486,10 @@ class Search:
             begin = time.monotonic()
             try:
                 choice = option.choose(next(iter(self.choices), option))
-                others = [other.cost for other in self.choices.values() if other.fits]
-                if choice.fits and choice.cost < min(others, default=(True, math.inf)):
-                    _log.info("the best so far: %s", ", ".join(row_of(choice)))
                 self.choices[option] = choice
+                fitting = [each for each in self.choices.values() if each.fits]
+                if choice is min(fitting, key=lambda each: each.cost, default=None):
+                    _log.info("the best so far: %s", ", ".join(row_of(choice)))
             except ValueError as error:
                 self.skipped[option.name] = str(error)
                 if isinstance(error, ProgramError) and not self.choices:
