@@ -609,7 +609,8 @@ class Search:
             return Option(savings, request, (capacity,) * count, count).needs()
 
         _log.info("trying: more devices, at most 5 numbers of them")
-        with contextlib.suppress(ValueError):  # A layout may have no trace.
+        # A layout may have no trace, and the time for traces ends.
+        with contextlib.suppress(ValueError, TimeoutError):
             few = needs(2 * devices)
             many = needs(4 * devices)
             spread = 4 * devices * (few - many)
