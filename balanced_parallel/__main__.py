@@ -145,7 +145,7 @@ def make_parser() -> OneLineParser:
     place = (
         "of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)"
     )
-    add("--memory", type=capacity, metavar="SIZE", help=place)
+    add("--memory", dest="capacity", type=capacity, metavar="SIZE", help=place)
     add(
         "--hosts",
         default=1,
@@ -206,25 +206,18 @@ def _problem_and_step() -> OneLineParser:
 def estimate(flags: argparse.Namespace) -> int:
     """Prints the memory of one update. Returns the exit code."""
     layout = flags.layout or layout_of(flags.devices)
-    problem, rows, settings = _build(flags)
+    problem, rows, settings = _build(flags, "micro_batch_size", "balanced_optimizer", "mode")
     ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
     report = memory.estimate(
-        **vars(problem.with_rows(-(-rows // ranks))),
-        micro_batch_size=flags.micro_batch_size,
-        layout=layout,
-        balanced_optimizer=flags.balanced_optimizer,
-        mode=flags.mode,
-        **settings,
+        **vars(problem.with_rows(-(-rows // ranks))), layout=layout, **settings
     )
     return _show(flags, report.to_json() if flags.json else str(report), report)
 
 
 def plan(flags: argparse.Namespace) -> int:
     """Prints the plan, with lines that make the problem beside its file. Returns the exit code."""
-    problem, rows, settings = _build(flags)
-    settings |= {"batch_size": rows, "capacity": flags.memory, "hosts": flags.hosts}
-    settings["seconds"] = flags.seconds
-    result = memory.plan(**vars(problem), **settings)
+    problem, rows, settings = _build(flags, "capacity", "hosts", "seconds")
+    result = memory.plan(**vars(problem), batch_size=rows, **settings)
     if result.lines:
         where, _, name = flags.problem.rpartition(":")
         module = Path(where.removesuffix(".py")).name
@@ -269,8 +262,9 @@ def layout_of(devices: int) -> str:
     return "single" if devices == 1 else "replicas"
 
 
-def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
-    """Returns the problem, the rows of an update, and the settings of the step.
+def _build(flags: argparse.Namespace, *names: str) -> tuple[Problem, int, dict[str, Any]]:
+    """Returns the problem, the rows of an update, and the settings of the step, with flags of these
+    names.
 
     Wrong flags fail before the model is built.
     """
@@ -279,9 +273,8 @@ def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
         load_plotly()
         flags.html.parent.mkdir(parents=True, exist_ok=True)
     problem = dataclasses.replace(build_problem(flags.problem), dim=flags.dim, scalar=flags.scalar)
-    settings = {
-        name: getattr(flags, name) for name in ("optimizer", "devices", "precision", "device_kind")
-    }
+    names = ("optimizer", "devices", "precision", "device_kind", *names)
+    settings = {name: getattr(flags, name) for name in names}
     return problem, flags.batch_size or problem.batch.rows or 0, settings
 
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -487,10 +486,10 @@ class Search:
             begin = time.monotonic()
             try:
                 choice = option.choose(next(iter(self.choices), option))
-                others = [other.cost for other in self.choices.values() if other.fits]
-                if choice.fits and choice.cost < min(others, default=(True, math.inf)):
-                    _log.info("the best so far: %s", ", ".join(row_of(choice)))
                 self.choices[option] = choice
+                fitting = [each for each in self.choices.values() if each.fits]
+                if choice is min(fitting, key=lambda each: each.cost, default=None):
+                    _log.info("the best so far: %s", ", ".join(row_of(choice)))
             except ValueError as error:
                 self.skipped[option.name] = str(error)
                 if isinstance(error, ProgramError) and not self.choices:
@@ -610,7 +609,8 @@ class Search:
             return Option(savings, request, (capacity,) * count, count).needs()
 
         _log.info("trying: more devices, at most 5 numbers of them")
-        with contextlib.suppress(ValueError):  # A layout may have no trace.
+        # A layout may have no trace, and the time for traces ends.
+        with contextlib.suppress(ValueError, TimeoutError):
             few = needs(2 * devices)
             many = needs(4 * devices)
             spread = 4 * devices * (few - many)

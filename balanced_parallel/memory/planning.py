@@ -399,20 +399,22 @@ def plan(
     with keeping_processes(request, seconds):
         search = Search(request, limits, batch_size, hosts)
         search.run()
-    if not search.choices:
-        name, reason = next(iter(search.skipped.items()))
-        raise ValueError(f"{name}: {reason}; {TAKES_ANY_ROWS}")
-    ranked = sorted(
-        search.choices.items(),
-        key=lambda pair: (pair[1].optimizer is not None, not pair[1].fits, pair[1].cost),
-    )
-    how, best = ranked[0]
+        if not search.choices:
+            name, reason = next(iter(search.skipped.items()))
+            raise ValueError(f"{name}: {reason}; {TAKES_ANY_ROWS}")
+        ranked = sorted(
+            search.choices.items(),
+            key=lambda pair: (pair[1].optimizer is not None, not pair[1].fits, pair[1].cost),
+        )
+        how, best = ranked[0]
+        needs = None if best.fits else search.what_would_fit()
     result = MemoryPlan(
         batch_size=batch_size,
         capacity=limits,
         device_kind=request.kind.name,
         choices=tuple(choice for _, choice in ranked),
         fits=best.fits,
+        needs=needs,
         hosts=hosts,
         dim=dim,
         untried=tuple(search.untried()),
@@ -423,7 +425,7 @@ def plan(
         assumed=request.kind.remarks(best.precision),
     )
     if not best.fits:
-        return dataclasses.replace(result, needs=search.what_would_fit())
+        return result
     lines = write_program(result, module, criterion, optimizer)
     return dataclasses.replace(result, lines=lines, report=_report(how, best))
 

@@ -290,8 +290,7 @@ def test_a_new_saving_is_two_objects(monkeypatch):
     with_fewer.insert(place, savings_of_plans.PlannedSaving(fewer, line=line))
     for module in (savings_of_plans, planning):
         monkeypatch.setattr(module, "PLANNED", with_fewer)
-    for module in (saving, savings_of_plans):
-        monkeypatch.setattr(module, "SAVINGS", (*saving.SAVINGS, fewer))
+    monkeypatch.setattr(saving, "SAVINGS", (*saving.SAVINGS, fewer))
     plan = memory.plan(
         Wide(), nn.MSELoss(), *batch(4), capacity=int(0.4 * STATE), batch_size=64, device_kind="sim"
     )

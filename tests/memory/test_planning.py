@@ -27,6 +27,7 @@ from balanced_parallel.memory.candidates import SECONDS_PER_MODULE, Option, Sear
 from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.problem import Problem
 from balanced_parallel.memory.savings import SHARDS, savings_of, with_savings
+from balanced_parallel.memory.trace import tracer
 from balanced_parallel.runtime.values import format_bytes
 from balanced_parallel.savings.checkpointing import Checkpointed
 
@@ -275,6 +276,19 @@ def test_a_search_that_is_stopped_ends_with_the_best_option_so_far(monkeypatch, 
 def test_seconds_bound_a_search():
     with pytest.raises(TimeoutError, match="no option that fits was found in time"):
         make_plan("1GiB", 1, 24, seconds=0)
+
+
+def test_seconds_bound_the_search_for_more_devices(monkeypatch):
+    run = Search.run
+
+    def run_until_the_end(search):
+        run(search)
+        monkeypatch.setattr(tracer.Processes, "_check_time", Mock(side_effect=TimeoutError))
+
+    monkeypatch.setattr(Search, "run", run_until_the_end)
+    plan = make_plan("20KiB", 2, 24, **ONE_BLOCK, precision="fp16")
+    assert plan.needs[1] is None
+    assert "nearest that does: larger devices" in plan.verdict
 
 
 def test_apply_with_other_devices_raises_an_error():
