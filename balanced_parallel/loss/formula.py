@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -145,7 +144,7 @@ class Statistic(NamedTuple):
     key: Hashable = None  # None: not a count.
     is_bounded: bool = False  # A quotient has a lower bound of the count.
     learns: bool = True  # It has a gradient, or nothing tells.
-    order: str = ""  # The number among those of this kind, if Python has compared sums.
+    order: str = ""  # The number among the sums that Python has compared.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -359,8 +358,7 @@ class SumNotes(TorchFunctionMode):
         super().__init__()
         self.statistics: list[Statistic] = []
         self.has_unknown_count = False
-        self._kinds: Counter[str] = Counter()
-        self._has_branches = False  # Python has compared sums, as min() does.
+        self._compared: set[int] = set()  # Python has compared these sums, as min() does.
         self._operations: list[Operation] = []
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
@@ -595,7 +593,9 @@ class SumNotes(TorchFunctionMode):
         if type(result) in (int, torch.Size):
             self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in call.tensors)
         if call.name == "bool":
-            self._has_branches |= call.level == _OF_SUMS
+            if call.level == _OF_SUMS:
+                compared = [Value(self._of(call.tensors[0]).number or 0)]
+                self._compared |= places_behind(compared, self._operations)
             # A loop may count rows by their truth.
             self._knows_numbers &= not self._of(call.tensors[0]).is_element
         if call.name in _READS and call.tensors:
@@ -671,9 +671,7 @@ class SumNotes(TorchFunctionMode):
         number = next(self._numbers)
         has_gradient = isinstance(value, Tensor) and value.requires_grad
         learns = has_gradient or not self._has_graph
-        self._kinds[kind] += 1
-        order = f" {self._kinds[kind]}" if self._kinds[kind] > 1 else ""
-        self.statistics.append(Statistic(kind, value, number, key, learns=learns, order=order))
+        self.statistics.append(Statistic(kind, value, number, key, learns=learns))
         return number
 
     def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:
@@ -794,14 +792,13 @@ class SumNotes(TorchFunctionMode):
                 "derivative"
             )
         statistics = [each for each in self.statistics if each.number in places]
+        compared = [each.number for each in self.statistics if each.number in self._compared]
+        orders = {number: f" {order}" for order, number in enumerate(compared, start=1)}
         formula = Formula(
             structure,
             entries,
             [each for each in self._operations if places.intersection(each.results)],
-            [
-                each._replace(value=None, order=each.order if self._has_branches else "")
-                for each in statistics
-            ],
+            [each._replace(value=None, order=orders.get(each.number, "")) for each in statistics],
             {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
             values_to_log(result),

@@ -34,6 +34,7 @@ from ..batch.rows import (
     take,
 )
 from ..replicas.batchnorm import meets_others
+from ..replicas.module_tree import keep_numbers
 from ..replicas.replicas import without_trace
 from .formula import SumNotes
 
@@ -105,7 +106,7 @@ def note_again(outputs: PerReplica) -> None:
             model.note(ForwardNotes())
             if model.noting is None:  # Another run of a compiled module would show nothing.
                 return
-            with without_trace(model.module, model.devices):
+            with without_trace(model.module, model.devices), keep_numbers(model.module):
                 model.run_again(number, outputs)
 
 
@@ -163,7 +164,11 @@ def run_rows(
     def run(
         inputs: Arguments, count: int, drawing: Callable[[], AbstractContextManager[None]]
     ) -> PerReplica:
-        with without_trace(model.module, model.devices), drawing():
+        with (
+            without_trace(model.module, model.devices),
+            keep_numbers(model.module),
+            drawing(),
+        ):
             return model.run_alone(sample.method, inputs, count)
 
     def run_repeated(count: int, drawing: Callable[[], AbstractContextManager[None]]) -> PerReplica:

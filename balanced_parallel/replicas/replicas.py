@@ -39,7 +39,7 @@ from ..runtime.torch_private import (
     versions,
 )
 from .buckets import Bucket, GradientBuckets, kinds_of
-from .module_tree import ModuleTree, Skeletons, check_device, keep_numbers, refuse_rescaled
+from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
 from .recorded import NotedSums, Refresh, check_refresh
 from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
 
@@ -553,8 +553,8 @@ def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, 
 
 @contextmanager
 def without_trace(module: nn.Module, devices: Devices) -> Iterator[None]:
-    """Surrounds a forward that leaves no trace: random numbers and numbers in attributes are put
-    back, and buffers are replaced by copies in the block.
+    """Surrounds a forward that leaves no trace: random numbers are put back, and buffers are
+    replaced by copies in the block.
     """
     random_numbers = RandomState(devices)
     buffers = [
@@ -565,8 +565,7 @@ def without_trace(module: nn.Module, devices: Devices) -> Iterator[None]:
     for part, name, buffer in buffers:
         setattr(part, name, buffer.clone())
     try:
-        with keep_numbers(module):
-            yield
+        yield
     finally:
         random_numbers.restore()
         for part, name, buffer in buffers:
