@@ -108,7 +108,8 @@ class ForwardState:
     def undo(self) -> None:
         """Puts back the state before an update of several forwards, which has failed."""
         for _, slot in self._slots:
-            slot.put(slot.copy)
+            if slot.is_advanced():
+                slot.put(slot.copy)
         self.reset()
 
     @torch.no_grad()

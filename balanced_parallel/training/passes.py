@@ -138,8 +138,6 @@ class TwoPasses(Attempt):
 
     def discard(self, error: BaseException) -> bool:
         """Drops the gradients of this rank. Others wait for its part of the loss, if it has none."""
-        if self._forwards.state is not None:
-            self._forwards.state.undo()
         is_shared = self._loss is not None and self._loss.is_shared
         if is_shared or isinstance(error, ElsewhereFailure):
             return self.sync.discard(error)

@@ -369,6 +369,7 @@ class TrainStep:
                 with update.dropped_by_errors():
                     yield update, hooks
             except BaseException as error:
+                self._forwards.undo()
                 if self._has_ranks:
                     collectives.explain_timeout(error)
                 if update.has_parted:  # The other ranks learn of it in the next reduction.

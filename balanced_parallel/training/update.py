@@ -232,6 +232,11 @@ class Forwards:
         self.begin(run)
         return run
 
+    def undo(self) -> None:
+        """Puts back what the forwards of an update that has failed have advanced."""
+        if self.state is not None:
+            self.state.undo()
+
     def begin(self, run: BatchRun) -> None:
         """Begins a batch. All ranks call this for their last one.
 
@@ -258,6 +263,7 @@ class Forwards:
                 # Ranks that have ended cannot be told.
                 with contextlib.suppress(RuntimeError):
                     work.discard(error)
+                self.undo()
                 forget_gradients([*self.trained.values()])
                 raise
 
@@ -411,8 +417,6 @@ class Accumulation(Attempt):
 
     def discard(self, error: BaseException) -> bool:
         """Drops the gradients of this rank. Others may wait for its part in the kind of the loss."""
-        if self.forwards.state is not None:
-            self.forwards.state.undo()
         calls_ask = self.forwards.copies.collectives.asks
         if self._has_kind or not (self.kind.asks or calls_ask):
             return self.sync.discard(error, self._divide)
