@@ -792,18 +792,28 @@ class SumNotes(TorchFunctionMode):
                 "derivative"
             )
         statistics = [each for each in self.statistics if each.number in places]
-        compared = [each.number for each in self.statistics if each.number in self._compared]
-        orders = {number: f" {order}" for order, number in enumerate(compared, start=1)}
         formula = Formula(
             structure,
             entries,
             [each for each in self._operations if places.intersection(each.results)],
-            [each._replace(value=None, order=orders.get(each.number, "")) for each in statistics],
+            [*map(self._described, statistics)],
             {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
             values_to_log(result),
         )
         return formula, statistics
+
+    def _described(self, statistic: Statistic) -> Statistic:
+        """Returns a statistic without its value, with its order if Python has compared it."""
+        order = ""
+        if statistic.number in self._compared:
+            before = [
+                each
+                for each in self.statistics
+                if each.number in self._compared and each.number <= statistic.number
+            ]
+            order = f" {len(before)}"
+        return statistic._replace(value=None, order=order)
 
     def sums(self) -> list[Tensor]:
         """Returns the sums that are tensors."""
