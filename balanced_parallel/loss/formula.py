@@ -593,9 +593,9 @@ class SumNotes(TorchFunctionMode):
         if type(result) in (int, torch.Size):
             self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in call.tensors)
         if call.name == "bool":
-            if call.level == _OF_SUMS:
-                compared = [Value(self._of(call.tensors[0]).number or 0)]
-                self._compared |= places_behind(compared, self._operations)
+            place = self._of(call.tensors[0]).number
+            if call.level == _OF_SUMS and place is not None:
+                self._compared |= places_behind([Value(place)], self._operations)
             # A loop may count rows by their truth.
             self._knows_numbers &= not self._of(call.tensors[0]).is_element
         if call.name in _READS and call.tensors:

@@ -448,10 +448,11 @@ class Accumulation(Attempt):
             self._total = self._total + move(term.total.detach(), self._device)
             if term.logged:
                 self._logged.append(term.logged)
-            for name in [*(term.terms or ())][:1]:
-                self._formula = self._formula or name.text
-                if name.text != self._formula:
-                    refuse_formulas(self._formula, name.text)
+            if term.terms:  # All sums of a shard have the same text.
+                text = next(iter(term.terms)).text
+                self._formula = self._formula or text
+                if text != self._formula:
+                    refuse_formulas(self._formula, text)
         weight = _sum(weights, self._device)
         self._add_weight(weight)
         if self._divisor is None:

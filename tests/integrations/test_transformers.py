@@ -386,7 +386,7 @@ def test_shards_of_the_trainer_are_refused():
 
 
 def test_a_prediction_without_labels_before_training():
-    """Its forwards have no loss, and those of training have one."""
+    """Forwards of an evaluation have no loss, and those of training have one."""
     rows = make_rows("tags", 16)
     trainer = make_trainer("tags", make_arguments(), rows=rows)
     unlabelled = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows]

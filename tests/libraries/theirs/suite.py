@@ -22,7 +22,7 @@ ROOT = HERE.parents[2]
 
 
 class Result(NamedTuple):
-    """What has become of a test, and the first line of its error."""
+    """The outcome of a test, and the first line of its error."""
 
     status: str
     message: str = ""
