@@ -2,6 +2,7 @@
 the whole batch.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,9 @@ from .copies import (
     ShardLoss,
     shards_of_targets,
 )
-from .kinds import Divisor, Kind, kind_of
+from .kinds import Divisor, Kind, call_weight, kind_of
 from .rules import find_torch_loss
-from .sums import is_structure
+from .sums import flat_weights, is_structure
 
 
 class DataParallelCriterion(nn.Module):
@@ -199,6 +200,11 @@ class DataParallelCriterion(nn.Module):
             loss = containers.map_tensors(mark_loss, loss)
         self.kind = self.kind.learned(self.copies)
         return loss
+
+    def weights_of(self, outputs: PerReplica, *targets: Any) -> list[float]:
+        """Returns the divisor of the mean of each output; the sum of them, if there are several."""
+        weights = self.cut(outputs, targets, {}).run(functools.partial(call_weight, self.weight))
+        return [sum(flat_weights(weight)) for weight in weights]
 
     def _check_shared(self, outputs: PerReplica) -> None:
         """Raises ``ValueError`` if ranks would not share the gradients of the outputs or of the
