@@ -35,7 +35,7 @@ from ..replicas.batchnorm import begin_forward, meets_others
 from ..replicas.module_tree import numbers_of
 from ..replicas.replicas import without_trace
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import RENORM, OnCollective, gather_objects
+from ..runtime.collectives import OnCollective, gather_objects, refuse_renorm
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
@@ -162,11 +162,7 @@ class RankModel(ParallelModel):
                     stack.callback(unit.register_forward_pre_hook(self._note_whole).remove)
             output = self._run(method, arguments, rows, in_step=in_step)
         self._note_writes()
-        if RENORM in names:
-            raise ValueError(
-                "F.embedding was given max_norm=, and each rank would rescale the rows that it sees, expected None: write "
-                "weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad() after each update"
-            )
+        refuse_renorm(names)
         is_plain = not self.meets_ranks and isinstance(self, DistributedDataParallel)
         self.runs[kind] = is_plain and bool(names)
         if self.runs[kind]:
