@@ -8,6 +8,7 @@ row in their place, and nothing of it is left but the structure of the output.
 import abc
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypedDict
@@ -310,6 +311,7 @@ class GradientRecord:
         # several.
         self.is_by_hand = True
         self._backward: int | None = None
+        _records.add(self)
 
     def run_step(self, backward: Callable[[], None]) -> None:
         """Runs the backward of a step. The ranks do not agree on unused parameters at its end."""
@@ -320,10 +322,22 @@ class GradientRecord:
             self.is_by_hand = True
 
     def begins_backward(self) -> bool:
-        """Returns True once in the running backward: a loss may have several outputs."""
+        """Returns True once in the running backward: a loss may have several outputs.
+
+        Raises ``ValueError`` if the backward has reached another model with one of the parameters.
+        """
         before = self._backward
         self._backward = current_backward_id()
-        return before != self._backward
+        if before == self._backward:
+            return False
+        for other in _records - {self}:
+            both = {*map(id, self.parameters)} & {*map(id, other.parameters)}
+            if other._backward == self._backward and both:
+                raise ValueError(
+                    "two models that parallelize returned share a parameter, and one backward reaches both, which would reduce "
+                    "its gradient twice, expected one model of both modules, in an nn.ModuleDict, or a backward for each model"
+                )
+        return True
 
     def forget_unused(self) -> None:
         """Sets the gradients of parameters that no rank has used to None. All ranks call this.
@@ -336,6 +350,9 @@ class GradientRecord:
         if len(self.used) < len(self.parameters):
             counted = zip(self.parameters, wait().tolist(), strict=True)
             forget_gradients([parameter for parameter, count in counted if not count])
+
+
+_records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()  # Those of all models.
 
 
 class RankUpdate(UpdateSync):

@@ -240,3 +240,102 @@ def test_a_rank_without_rows_refuses_a_later_layer_too(rank):
     with pytest.raises(ValueError, match=r"1\.weight came after parallelize"):
         step(inputs[:rows], target[:rows])
     torch.testing.assert_close(net[0].weight, before, rtol=0, atol=0)
+
+
+def train_by_hand(net, model, criterion, rows, change, updates=4):
+    """Returns the losses of a loop that changes gradients behind each backward."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    losses = []
+    for number in range(updates):
+        torch.manual_seed(number)
+        inputs, target = torch.randn(8, 4).double(), torch.randn(8, 5).double()
+        loss = criterion(model(inputs[rows]), target[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in net.parameters():
+            change(parameter)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assign_data(parameter):
+    parameter.grad.data = parameter.grad.data + 0.01 * parameter.data
+
+
+@on_ranks(2)
+def test_data_of_a_gradient_may_be_assigned(rank):
+    """The gradient was the tensor of the reducer, which then reduced other memory."""
+    plain, net = make_net(), make_net()
+    expected = train_by_hand(plain, plain, nn.MSELoss(), slice(None), assign_data)
+    model, criterion = parallelize(net, nn.MSELoss())
+    found = train_by_hand(net, model, criterion, slice(4 * rank, 4 * rank + 4), assign_data)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@on_ranks(2)
+def test_data_of_a_gradient_may_be_assigned_between_steps(rank):
+    plain, net = make_net(), make_net()
+    model, criterion = parallelize(net, nn.MSELoss())
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (plain, net)]
+    step = TrainStep(model, criterion, optimizers[1], micro_batch_size=2)
+    inputs, target = make_batch()
+    mine = slice(4 * rank, 4 * rank + 4)
+    for _ in range(4):
+        loss = F.mse_loss(plain(inputs), target)
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        torch.testing.assert_close(step(inputs[mine], target[mine]), loss.detach())
+        assign_data(net.weight)
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = make_net()
+        self.unused = make_net()
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@on_ranks(2)
+def test_a_hook_of_a_parameter_is_called_with_gradients_alone(rank, rows):
+    """On a rank without rows it was called with None, and the other rank waited."""
+    plain, net = OneOfTwo(), OneOfTwo()
+    for each in (plain, net):
+        for parameter in each.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+    inputs, target = make_batch()
+    F.mse_loss(plain(inputs), target).backward()
+    model, criterion = parallelize(net, nn.MSELoss())
+    mine = slice(8 - rows, 8) if rank else slice(0, 8 - rows)
+    criterion(model(inputs[mine]), target[mine]).backward()
+    torch.testing.assert_close(net.used.weight.grad, plain.used.weight.grad)
+    assert net.unused.weight.grad is None
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+@on_ranks(2)
+def test_a_layer_of_two_models_is_refused_in_one_backward(rank, rows):
+    """torch's error named a bucket view. A backward for each model is right."""
+    first = make_net()
+    one, other = nn.Sequential(first), nn.Sequential(first, nn.Tanh())
+    model, criterion = parallelize(one, nn.MSELoss())
+    second = parallelize(other)
+    inputs, target = make_batch()
+    mine = slice(8 - rows, 8) if rank else slice(0, 8 - rows)
+    for _ in range(3):
+        first.zero_grad()
+        (F.mse_loss(one(inputs), target) + F.mse_loss(other(inputs), target)).backward()
+        expected = first.weight.grad.clone()
+        first.zero_grad()
+        for each in (model, second):
+            criterion(each(inputs[mine]), target[mine]).backward()
+        torch.testing.assert_close(first.weight.grad, expected)
+    loss = criterion(model(inputs[mine]), target[mine])
+    both = loss + criterion(second(inputs[mine]), target[mine])
+    with pytest.raises(ValueError, match="share a parameter, .* expected one model of both"):
+        both.backward()
