@@ -339,3 +339,52 @@ def test_a_layer_of_two_models_is_refused_in_one_backward(rank, rows):
     both = loss + criterion(second(inputs[mine]), target[mine])
     with pytest.raises(ValueError, match="share a parameter, .* expected one model of both"):
         both.backward()
+
+
+class LossWithPenalty(nn.Module):
+    """A model whose loss has a penalty on a parameter, which FSDP2 refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = make_net()
+
+    def forward(self, inputs, target):
+        return F.mse_loss(self.layer(inputs), target) + self.layer.weight.square().mean()
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("limit", [None, 2])
+@on_ranks(2)
+def test_a_criterion_may_fail_in_the_first_update_of_shards(rank, rows, limit):
+    """In the first update the rank that had not failed waited until the timeout."""
+    fails = [rank == 0]
+
+    def criterion(output, target):
+        if fails[0]:
+            raise ValueError("the criterion fails")
+        return F.mse_loss(output, target)
+
+    net = nn.Sequential(make_net(), nn.Tanh(), nn.Linear(5, 5).double())
+    model, criterion = parallelize(net, criterion, strategy="fsdp")
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters()), micro_batch_size=limit)
+    inputs, target = make_batch()
+    mine = slice(8 - rows, 8) if rank else slice(0, 8 - rows)
+    text = "1 of 2 ranks failed" if rank else "the criterion fails"
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        step(inputs[mine], target[mine])
+    fails[0] = False
+    losses = [step(inputs[mine], target[mine]) for _ in range(2)]
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@on_ranks(2)
+def test_a_penalty_in_the_loss_of_a_sharded_model_fails_on_all_ranks(rank, limit):
+    """A rank without rows waited until the timeout."""
+    net = LossWithPenalty()
+    model, criterion = parallelize(net, lambda loss: loss, strategy="fsdp")
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters()), micro_batch_size=limit)
+    inputs, target = make_batch(8 * (rank == 0))
+    text = "1 of 2 ranks failed" if rank else "FSDP2 has gathered, as a penalty does"
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        step((inputs, target))
