@@ -222,10 +222,7 @@ class LossOfSums(CoupledLoss):
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(calls)
         self._add(parts)
-        return self.finish(parts[0].nothing)
-
-    def finish(self, nothing: Tensor) -> Any:
-        """Returns the loss of all statistics, with the graph of ``nothing``. Every rank calls this."""
+        nothing = parts[0].nothing
         if not self._sum_over_ranks(nothing):
             raise ValueError(
                 "the batch has no rows, expected one at least: there are no statistics"

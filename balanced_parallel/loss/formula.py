@@ -775,11 +775,16 @@ class SumNotes(TorchFunctionMode):
 
     def formula(self, result: Any) -> tuple[Formula, list[Statistic]]:
         """Returns the formula of the result of the criterion, and its statistics."""
+        logged = values_to_log(result)
+        beside = {id(leaf) for name, leaf in containers.leaves(result) if name in logged}
 
         def place(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
-            is_known = leaf.numel() == 1 and self._of(leaf).level <= _OF_SUMS
+            facts = self._of(leaf)
+            # A constant to log may be the number of rows of a shard.
+            is_fixed = facts.number is None and id(leaf) in beside
+            is_known = leaf.numel() == 1 and facts.level <= _OF_SUMS and not is_fixed
             return self._place(leaf) if is_known else Unknown()
 
         structure = containers.map_leaves(place, result)
@@ -799,7 +804,7 @@ class SumNotes(TorchFunctionMode):
             [*map(self._described, statistics)],
             {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
-            values_to_log(result),
+            logged,
         )
         return formula, statistics
 
