@@ -81,6 +81,7 @@ class RankModel(ParallelModel):
         self.runs: dict[tuple[str | None, bool], bool] = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
+        self._of_criterion: list[dict[str, Tensor | None]] = []
         self._entries: list[tuple[bool, list[str]]] = []  # Ranks with rows, and what they wrote.
         self.has_advanced = False  # Numbers of a rank without rows, in this update.
         self.has_numbers = any(map(numbers_of, self.module.modules()))
@@ -207,7 +208,8 @@ class RankModel(ParallelModel):
         ``count`` ranks have had rows; 0 if that is unknown. If some have had none, parameters that
         the forwards of the others write are shared too.
         """
-        tensors = [each for part in self._of_layers for each in part.values() if each is not None]
+        parts = *self._of_layers, *self._of_criterion
+        tensors = [each for part in parts for each in part.values() if each is not None]
         is_full = count == collectives.world_size()
         if tensors or (writes and not is_full):
             entry = self.has_rows, [] if is_full else [*self.written]
@@ -220,6 +222,11 @@ class RankModel(ParallelModel):
                 torch_private.broadcast(tensors, source, group)
         self._entries = []
         self.has_rows = self.has_advanced = False
+
+    def share_state(self, criterion: Any) -> None:
+        """Shares the buffers of a criterion too."""
+        parts = criterion.modules() if isinstance(criterion, nn.Module) else ()
+        self._of_criterion = [*filter(None, map(torch_private.buffers_of, parts))]
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""
@@ -263,6 +270,8 @@ class RankSync(GradientSync):
 
     def __init__(self, model: RankModel, criterion: DataParallelCriterion) -> None:
         self.model = model
+        if criterion.whole:  # It runs on all rows, on each rank that has some of them.
+            model.share_state(criterion.module)
         self._criterion_sums_rows = criterion.copies.collectives.sums_rows
 
     @property

@@ -388,3 +388,39 @@ def test_a_penalty_in_the_loss_of_a_sharded_model_fails_on_all_ranks(rank, limit
     text = "1 of 2 ranks failed" if rank else "FSDP2 has gathered, as a penalty does"
     with pytest.raises((ValueError, RuntimeError), match=text):
         step((inputs, target))
+
+
+class Queue(nn.Module):
+    """A contrastive loss with a queue of earlier keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(5, 5, dtype=torch.float64))
+
+    def forward(self, output, target):
+        logits = output @ torch.cat([target, self.keys]).T
+        with torch.no_grad():
+            self.keys.copy_(torch.cat([self.keys, target])[-5:])
+        return F.cross_entropy(logits, torch.arange(len(output), device=output.device))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("limit", [None, 2])
+@on_ranks(2)
+def test_the_state_of_a_criterion_of_all_rows_is_that_of_all_ranks(rank, strategy, limit):
+    """A rank without rows did not advance its queue, and computed another loss later."""
+    plain, net, queue = make_net(), make_net(), Queue()
+    model, criterion = parallelize(
+        net, DataParallelCriterion(Queue(), whole=True), strategy=strategy
+    )
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (plain, net)]
+    step = TrainStep(model, criterion, optimizers[1], micro_batch_size=limit)
+    for number in range(4):
+        torch.manual_seed(number)
+        inputs, target = torch.randn(6, 4).double(), torch.randn(6, 5).double()
+        loss = queue(plain(inputs), target)
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        rows = slice(6 * (rank != number % 2), 6)
+        torch.testing.assert_close(step(inputs[rows], target[rows]), loss.detach())
