@@ -291,6 +291,8 @@ class LossOfSums(CoupledLoss):
         except Exception as error:  # noqa: BLE001 - it may raise anything
             if output.sizes[0] == 1:
                 return
+            if reason := repeated_rows(output, output.sizes, output.dim):
+                raise ValueError(f"{reason}; or pass flat targets too") from error
             self._refuse(
                 f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}",
                 error,

@@ -559,6 +559,7 @@ class SumNotes(TorchFunctionMode):
         name, tensors, level = call.name, call.tensors, call.level
         is_new = name in _NEW and len(tensors) == 1
         is_created = result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS))
+        is_created = is_created or name == "eye"  # Nothing is written to one, in a penalty.
         if is_created or (tensors and level == _OF_NOTHING):
             return _FIXED._replace(text=self._text(name, call.values[int(is_new) :]))
         if not tensors:

@@ -424,3 +424,65 @@ def test_the_state_of_a_criterion_of_all_rows_is_that_of_all_ranks(rank, strateg
         optimizers[0].step()
         rows = slice(6 * (rank != number % 2), 6)
         torch.testing.assert_close(step(inputs[rows], target[rows]), loss.detach())
+
+
+class Orthogonal(nn.Module):
+    """A model whose loss has a penalty with an identity matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = make_net()
+
+    def forward(self, inputs, target):
+        weight = self.layer.weight
+        identity = torch.eye(4, device=weight.device, dtype=weight.dtype)
+        penalty = (weight.T @ weight - identity).square().mean()
+        return F.mse_loss(self.layer(inputs), target) + penalty
+
+
+class OneElement(Orthogonal):
+    """Returns its loss as a vector, as ``nn.DataParallel`` needs it."""
+
+    def forward(self, inputs, target):
+        return super().forward(inputs, target).unsqueeze(0)
+
+
+@pytest.mark.parametrize("kind", [Orthogonal, OneElement])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_loss_of_a_model_may_have_a_constant_matrix_or_one_element(kind, devices):
+    """Both were refused by hand: "The rows depend on each other"."""
+    net, batch = kind(), make_batch()
+    expected = net(*batch).sum()
+    expected.backward()
+    gradient = net.layer.weight.grad.clone()
+    net.zero_grad()
+    model = DataParallelModel(net, ["cpu"] * devices)
+    loss = DataParallelCriterion(lambda loss: loss.mean())(model(*batch))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(net.layer.weight.grad, gradient)
+    step = step_of(net, lambda loss: loss.mean(), ["cpu"] * devices, 2)
+    torch.testing.assert_close(step(batch), expected.detach())
+
+
+class Flat(nn.Module):
+    """Returns the tokens of all rows in one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 5).double()
+
+    def forward(self, inputs):
+        return self.layer(inputs.view(-1, 2))
+
+
+def test_tokens_of_rows_in_one_dimension_are_an_error_of_their_own():
+    """It began with "does not add up over the rows" and ended with "The rows depend on each other"."""
+    net, inputs = Flat(), make_batch(7)[0]
+    target = torch.arange(14).view(7, 2) % 5
+    step = step_of(net, lambda output, target: F.cross_entropy(output, target.view(-1)))
+    with pytest.raises(ValueError, match=r"^output has \[8\] rows for \[4\] .* flat targets too$"):
+        step(inputs, target)
+    expected = F.cross_entropy(net(inputs), target.view(-1)).detach()
+    step = step_of(net, lambda output, target: F.cross_entropy(output, target))
+    torch.testing.assert_close(step(inputs, target.view(-1)), expected)
