@@ -558,9 +558,7 @@ class DDPUpdate(RankUpdate):
         torch_private.rebuild_buckets(self._model)
         self._model.record.take_places()
 
-    def tell(
-        self, error: BaseException, *, has_begun: bool, is_single: bool = False
-    ) -> None:
+    def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         """Tells the other ranks of a failure, unless they wait in a layer."""
         if has_begun and self._sync.meets_ranks:
             return  # The others wait in a layer.

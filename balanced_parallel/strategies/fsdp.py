@@ -349,9 +349,7 @@ class _FSDPUpdate(RankUpdate):
         self._sync.learn(all_fit=sums.fits == self._ranks)
         return sums
 
-    def tell(
-        self, error: BaseException, *, has_begun: bool, is_single: bool = False
-    ) -> None:
+    def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         if not has_begun:
             collectives.tell_failure(error, self._group)
         elif self._model.outputs is not None:  # Otherwise the others wait in a block.
