@@ -386,31 +386,36 @@ class LossOfMeans(LossOfSums):
         """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
         computed there.
         """
+        run = functools.partial(self._run_rows, model, sample, layers=False)
         try:
-            with evaluating(model.module, layers=False):
-                *parts, whole = self._run_rows(model, sample)
+            *parts, whole = run()
         except torch.OutOfMemoryError:
             raise
         except Exception:  # noqa: BLE001 - detectors have no loss in evaluation mode
+            run = functools.partial(self._run_rows, model, sample, layers=True)
             try:
-                with evaluating(model.module, layers=True):
-                    *parts, whole = self._run_rows(model, sample)
+                *parts, whole = run()
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - it may raise anything
                 self._refuse(f"a row alone raises {type(error).__name__}: {error}", error)
-        self.compare_sums([whole[0], *(part[0] for part in parts)], whole[1] // 2)
+        sums = [whole[0], *(part[0] for part in parts)]
+        self.compare_sums(sums, lambda: [run()[-1][0]], whole[1] // 2)
 
     def _run_rows(
-        self, model: ParallelModel, sample: RowsOfForward
+        self, model: ParallelModel, sample: RowsOfForward, *, layers: bool
     ) -> list[tuple[dict[Any, Tensor], int]]:
-        """Returns the sums of rows of a forward, with the number of these."""
+        """Returns the sums of rows of a forward, with the number of these.
+
+        The model is in evaluation mode, or its ``layers`` alone.
+        """
         parts = []
-        for outputs, targets in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
-            rows = outputs.sizes[0] or 0
-            shard = Shard(NOTHING, targets, None, rows, self.home)
-            (part,) = Calls(self.copies, outputs, [shard]).run(self._statistics)
-            parts.append((part.tensors, rows))
+        with evaluating(model.module, layers=layers):
+            for outputs, targets in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
+                rows = outputs.sizes[0] or 0
+                shard = Shard(NOTHING, targets, None, rows, self.home)
+                (part,) = Calls(self.copies, outputs, [shard]).run(self._statistics)
+                parts.append((part.tensors, rows))
         return parts
 
     def _sample(self, output: PerReplica, shard: Shard) -> None:
