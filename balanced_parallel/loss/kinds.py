@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
+from ..batch.marks import parameters_of
 from ..batch.outputs import PerReplica
-from ..batch.rows import Batch, ParallelModel, move_leaves, parameters_of, spread
+from ..batch.rows import Batch, ParallelModel, move_leaves, spread
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
