@@ -234,10 +234,15 @@ class Formula:
         return ", ".join(_text(self.entries[place], texts) for place in places)
 
     def mean_of(self, places: Sequence[str]) -> Form | None:
-        """Returns the sum of some entries, or None if it is no linear combination over one count."""
+        """Returns the sum of some entries, or None if it is no linear combination over one count.
+
+        A sum that has a gradient is no count: weights that a model learns, for example.
+        """
         form = _add([self.forms[place] for place in places])
         is_bounded = form.has_constant and bool(form.least)
-        return form if form.kind in ("sum", "mean") and not is_bounded else None
+        learns = any(each.learns for each in self.inputs if each.number == form.place)
+        is_known = form.kind == "sum" or (form.kind == "mean" and not learns)
+        return form if is_known and not is_bounded else None
 
 
 def move_to(tensor: Tensor, device: torch.device | None) -> Tensor:
@@ -669,8 +674,8 @@ class SumNotes(TorchFunctionMode):
     def _add(self, kind: str, value: Any, key: Hashable = None) -> int:
         """Notes a statistic. Returns its place."""
         number = next(self._numbers)
-        has_gradient = isinstance(value, Tensor) and value.requires_grad
-        learns = has_gradient or not self._has_graph
+        learns = isinstance(value, Tensor) and value.is_floating_point()
+        learns = learns and (value.requires_grad or not self._has_graph)
         self.statistics.append(Statistic(kind, value, number, key, learns=learns))
         return number
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica
 from ..batch.rows import NOTHING, ParallelModel, Shard
 from ..runtime.collectives import world_size
 from ..runtime.devices import move
@@ -415,10 +414,6 @@ class LossOfMeans(LossOfSums):
             parts.append((part.tensors, rows))
         return parts
 
-    def _sample(self, output: PerReplica, shard: Shard) -> None:
-        refuse_coupled(self.copies.criterion)
-        super()._sample(output, shard)
-
     def compare_sums(self, samples: Sequence[dict[Any, Tensor]], times: int = 1) -> None:
         """Compares the sums, without numbers beside the loss."""
         sums = []
@@ -441,6 +436,7 @@ class LossOfMeans(LossOfSums):
                 refuse_formulas(first, other)
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        refuse_coupled(self.copies.criterion)
         is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
         of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
         advice = _COUNTS if is_of_number else of_rows

@@ -56,6 +56,15 @@ SUMS = {
     ),
     "over the rows": lambda out, labels, values: out.square().sum() / len(out),
     "targets": lambda out, labels, values: values.mean(),
+    "by confidence": lambda out, labels, values: (
+        (out.sigmoid() * values).sum() / out.sigmoid().sum()
+    ),
+    "by bounded confidence": lambda out, labels, values: (
+        (out.sigmoid() * values).sum() / out.sigmoid().sum().clamp(min=1e-6)
+    ),
+    "by weighted labels": lambda out, labels, values: F.cross_entropy(
+        out, labels, weight=out.detach().new_ones(CLASSES) + 0.1 * torch.arange(CLASSES)
+    ),
     "batch mean": lambda out, labels, values: F.kl_div(
         out.log_softmax(1), values.softmax(1), reduction="batchmean"
     ),
@@ -144,6 +153,47 @@ def check_step(seed):
         assert_exact_update(
             step if len(sizes) == 1 else add_parts(step, sizes), net, criterion, inputs, targets
         )
+
+
+SINGLE = {
+    "Dice": lambda out, labels, values: (
+        1 - 2 * (out.sigmoid() * values).sum() / (out.sigmoid().sum() + values.sum())
+    ),
+    **{name: SUMS[name] for name in ("by confidence", "by bounded confidence")},
+    "by a temperature": lambda out, labels, values: (
+        (out * values).sum() / (out.square().sum() + 1).sqrt()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize(("devices", "size"), [(1, 2), (2, None), (2, 2)])
+def test_a_divisor_that_learns_is_no_count(name, devices, size):
+    net, _, inputs, targets = problem(0, 7)
+    criterion = SINGLE[name]
+    step = still_step(net, DataParallelCriterion(criterion), devices, micro_batch_size=size)
+    for _ in range(4):
+        assert_exact_update(step, net, criterion, inputs, targets)
+
+
+def test_the_name_of_a_function_of_sums_does_not_matter():
+    def dice_loss(out, labels, values):
+        return SINGLE["Dice"](out, labels, values)
+
+    net, _, inputs, targets = problem(0, 7)
+    step = still_step(net, DataParallelCriterion(dice_loss), 2)
+    assert_exact_update(step, net, dice_loss, inputs, targets)
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_a_weight_that_learns_is_an_error(add):
+    net, _, inputs, targets = problem(0, 7)
+    criterion = DataParallelCriterion(
+        SUMS["by confidence"], weight=lambda out, labels, values: out.sigmoid().sum()
+    )
+    step = still_step(net, criterion, 2)
+    with pytest.raises(ValueError, match=r"weight= returned a tensor with a gradient.*detach\(\)"):
+        step(inputs, targets) if add else criterion(step.model(inputs), *targets)
 
 
 def add_parts(step, sizes):
