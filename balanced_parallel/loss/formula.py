@@ -564,6 +564,7 @@ class SumNotes(TorchFunctionMode):
         name, tensors, level = call.name, call.tensors, call.level
         is_new = name in _NEW and len(tensors) == 1
         is_created = result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS))
+        is_created = is_created or name == "eye"  # Nothing is written to one, in a penalty.
         if is_created or (tensors and level == _OF_NOTHING):
             return _FIXED._replace(text=self._text(name, call.values[int(is_new) :]))
         if not tensors:
@@ -780,11 +781,16 @@ class SumNotes(TorchFunctionMode):
 
     def formula(self, result: Any) -> tuple[Formula, list[Statistic]]:
         """Returns the formula of the result of the criterion, and its statistics."""
+        logged = values_to_log(result)
+        beside = {id(leaf) for name, leaf in containers.leaves(result) if name in logged}
 
         def place(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
-            is_known = leaf.numel() == 1 and self._of(leaf).level <= _OF_SUMS
+            facts = self._of(leaf)
+            # A constant to log may be the number of rows of a shard.
+            is_fixed = facts.number is None and id(leaf) in beside
+            is_known = leaf.numel() == 1 and facts.level <= _OF_SUMS and not is_fixed
             return self._place(leaf) if is_known else Unknown()
 
         structure = containers.map_leaves(place, result)
@@ -804,7 +810,7 @@ class SumNotes(TorchFunctionMode):
             [*map(self._described, statistics)],
             {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
-            values_to_log(result),
+            logged,
         )
         return formula, statistics
 

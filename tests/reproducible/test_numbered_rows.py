@@ -211,6 +211,37 @@ def test_ranks_draw_the_numbers_of_one_device(rows, strategy, expected):
     assert_close(second[0], first[0])
 
 
+def add_on_one_rank(rank, strategy, reproducible):
+    net, (words, labels) = Net().double(), batch()
+    step = parallel_step(
+        net,
+        NoisyLabels(),
+        devices=["cpu"],
+        weight="rows",
+        strategy=strategy,
+        micro_batch_size=2,
+        reproducible=reproducible,
+    )
+    with pytest.raises(ValueError, match=r"nothing was added on rank 1, expected a batch on each"):
+        if rank == 0:
+            step.add(words[:2], labels[:2])
+        step.apply()
+    if reproducible == "bits":  # It refuses the buffer of the net.
+        return 0.0
+    rows = slice(0, 2 * (rank == 0))
+    step.add(words[rows], labels[rows])
+    return step.apply().item()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reproducible"), [("ddp", True), ("fsdp", True), ("ddp", "bits")]
+)
+def test_a_rank_that_adds_nothing_is_an_error_on_all_ranks(strategy, reproducible):
+    """The others waited for its number of rows, until the timeout."""
+    losses = run_ranks(2, add_on_one_rank, strategy, reproducible)
+    assert losses[0] == losses[1]
+
+
 def test_the_small_forwards_leave_buffers_and_generators_alone():
     step = make_step()
     torch.manual_seed(5)
