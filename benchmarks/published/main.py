@@ -83,6 +83,7 @@ SOURCES = {
     "G": Source("LitGPT, tutorials/resource-tables.md", "A100-SXM4-40GB", "2.1.0", "allocated", allocated),
     "T": Source("torchtune, README", "A100-SXM4-80GB", "not stated", "active", allocated),
     "AO": Source("torchao, torchao/optim/README.md", "A100-SXM4-80GB", "not stated", "allocated", allocated),
+    "S": Source("benchmark of transformers' pull request 28802", "A100-SXM4-80GB", "not stated", "allocated", allocated),
     "R": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "allocated", allocated),
     "R'": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "reserved", reserved),
     "N": Source("GPUMemNet", "A100-SXM4-40GB", "not stated", "nvidia-smi", _GPUMEMNET),
@@ -114,6 +115,14 @@ _mobile, _resnet, _vgg = (functools.partial(models.convolutional, name) for name
 _CUDNN = "workspaces and kernels of cuDNN"
 _LITGPT = "the program is rebuilt: how it rotates and what it keeps until the next loss is partly a guess"
 _VOCABULARY = {4096: 1280.126, 8192: 2560.126, 16384: 5120.126, 32768: 10240.126, 65536: 20480.125, 131072: 40960.125}
+_BERT = {
+    (4, 256): 764.834,
+    (4, 512): 1225.602,
+    (8, 256): 1225.065,
+    (8, 512): 2134.262,
+    (16, 256): 2134.262,
+    (16, 512): 3961.013,
+}
 _WIDTHS = {1024: 80.02, 2048: 160.031, 4096: 320.055, 8192: 640.102, 16384: 1280.195, 32768: 2560.383}
 ROWS = [
     *_rows("L", "cross entropy of 16384 x {}", blocks.cross_entropy, _VOCABULARY),
@@ -134,6 +143,10 @@ ROWS = [
     Row("AO", "DINOv2 giant, bf16, 32 images, checkpointed", _gigabytes(9.82), models.vit_giant),
     Row("R", "GPT-2, 2 x 16, AdamW", 2506.73664e6 / MIB, models.gpt2),
     Row("R", "BERT, 2 x 16, AdamW", 2195.345408e6 / MIB, models.bert_base),
+    *[
+        Row("S", f"BERT in float16, {rows} x {length}", size * 1e6 / MIB, functools.partial(models.bert_half, rows, length))
+        for (rows, length), size in _BERT.items()
+    ],
     Row("R'", "GPT-2, 2 x 16, AdamW", 2894.06976e6 / MIB, models.gpt2),
     Row("R'", "BERT, 2 x 16, AdamW", 2497.708032e6 / MIB, models.bert_base),
     *_rows("N", "MobileNetV2, {} images", _mobile, {32: 4544, 128: 12578}, _CUDNN),

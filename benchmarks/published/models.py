@@ -316,6 +316,22 @@ def bert_base() -> Program:
     return _with_labels(transformers.BertForMaskedLM(transformers.BertConfig()), 2, 16, {"optimizer": torch.optim.AdamW})
 
 
+def _sum_of_logits(output: Any) -> Tensor:
+    total: Tensor = output.logits.sum()
+    return total
+
+
+@on_meta
+def bert_half(rows: int, length: int) -> Program:
+    """Builds BERT in float16, whose loop keeps the output until the next forward, and makes no update."""
+    import transformers
+
+    net = transformers.BertLMHeadModel(transformers.BertConfig()).half().train()
+    tokens = torch.empty(rows, length, dtype=torch.int64)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return Program(net, _sum_of_logits, inputs, (), {"optimizer": torch.optim.SGD, "keeps_outputs": True})
+
+
 def _next_token_loss(output: Any, tokens: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1).float(), tokens.flatten())
 
