@@ -25,6 +25,7 @@ from .problem import LossFunction, Problem, Request
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
 from .trace.layouts import LAYOUTS, OptimizerChoice, wrap
+from .trace.quantized import FOUR_BITS, is_four_bit
 from .trace.tracer import run_traces
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -224,17 +225,19 @@ def _check_layout(
 
 
 def _refuse_quantized(module: nn.Module) -> None:
-    """Raises :class:`UnknownMemory` for weights of bitsandbytes and torchao, whose kernels no trace
-    knows.
+    """Raises :class:`UnknownMemory` for weights of bitsandbytes and torchao, but for those of four
+    bits of bitsandbytes: no trace knows their kernels.
     """
     for name, part in module.named_modules():
+        if is_four_bit(part):
+            continue
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
             kind = type(tensor)
             if kind.__module__.startswith(("bitsandbytes", "torchao")):
                 raise UnknownMemory(
                     f"{name} ({type(part).__name__}) has a weight of {kind.__module__}.{kind.__name__}, and the memory of its "
                     "kernels is not known: give the model before its quantization, with the plain weights in bf16, which "
-                    "needs more; a 4-bit weight takes a quarter of their bytes, an 8-bit weight half"
+                    "needs more, or with 4-bit layers of bitsandbytes, which are known"
                 )
 
 
@@ -333,6 +336,8 @@ def _assumed(request: Request, lines: Lines, rows: int) -> dict[str, str]:
             assumed["convolutions"] = CONVOLUTIONS
     if request.micro_batches == 1 and request.mode == "train":
         assumed |= _assumed_of_loop(request, lines, rows)
+    if any(map(is_four_bit, request.module.modules())):
+        assumed["4-bit weights"] = FOUR_BITS
     if any(map(is_compiled, request.module.modules())):
         assumed["compiled"] = _COMPILED
     return assumed

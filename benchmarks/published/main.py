@@ -123,6 +123,14 @@ _BERT = {
     (16, 256): 2134.262,
     (16, 512): 3961.013,
 }
+_QLORA = {
+    ("phi-1.5", False): 3.78,
+    ("phi-1.5", True): 3.72,
+    ("StableLM-3B", False): 6.35,
+    ("StableLM-3B", True): 6.19,
+    ("Llama-2-7B", False): 14.14,
+    ("Llama-2-7B", True): 13.84,
+}
 _WIDTHS = {1024: 80.02, 2048: 160.031, 4096: 320.055, 8192: 640.102, 16384: 1280.195, 32768: 2560.383}
 ROWS = [
     *_rows("L", "cross entropy of 16384 x {}", blocks.cross_entropy, _VOCABULARY),
@@ -139,6 +147,16 @@ ROWS = [
         "G", "LoRA of StableLM-3B, {} x 1034", _stable, {1: _gigabytes(9.69), 2: _gigabytes(12.1), 4: _gigabytes(16.92)}, _LITGPT
     ),
     *_rows("G", "LoRA of Llama-2-7B, {} x 1304", _llama, {1: _gigabytes(21.3), 2: _gigabytes(29.07)}, _LITGPT),
+    *[
+        Row(
+            "G",
+            f"QLoRA of {name}, {'nf4-dq' if nested else 'nf4'}, 1 row",
+            _gigabytes(size),
+            functools.partial(models.qlora, name, nested),
+            _LITGPT,
+        )
+        for (name, nested), size in _QLORA.items()
+    ],
     Row("T", "Llama 3.2 3B, bf16, 2 x 4096, AdamW", 60 * 1024, models.llama_3b, "torchtune copies keys and values per head"),
     Row("AO", "DINOv2 giant, bf16, 32 images, checkpointed", _gigabytes(9.82), models.vit_giant),
     Row("R", "GPT-2, 2 x 16, AdamW", 2506.73664e6 / MIB, models.gpt2),

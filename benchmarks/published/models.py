@@ -284,6 +284,47 @@ def lora(name: str, rows: int) -> Program:
     return Program(net, ChunkedLoss(), tokens, tokens, {"optimizer": torch.optim.AdamW, "micro_batch_size": rows})
 
 
+class _Saved(torch.autograd.Function):
+    """An output whose graph has the input too."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, input: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class SavesInput(nn.Module):
+    """A layer that saves its input for the backward, as those of bitsandbytes 0.41 with four bits."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Runs the layer."""
+        result: Tensor = _Saved.apply(self.layer(input), input)
+        return result
+
+
+@on_meta
+def qlora(name: str, nested: bool) -> Program:
+    """Builds LitGPT's fine-tuning with one row, and four bits for the weights of the blocks."""
+    from bitsandbytes.nn import LinearNF4
+
+    program = lora(name, 1)
+    for path, layer in list(program.module.blocks.named_modules()):
+        if type(layer) is nn.Linear:
+            has_bias = layer.bias is not None
+            packed = LinearNF4(layer.in_features, layer.out_features, has_bias, bf16, compress_statistics=nested, device="meta")
+            parent, _, place = path.rpartition(".")
+            setattr(program.module.blocks.get_submodule(parent), place, SavesInput(packed.to(bf16).requires_grad_(False)))
+    return program
+
+
 # transformers ------------------------------------------------------------------------------------------------------------------
 
 
