@@ -21,7 +21,7 @@ from ..replicas.all_rows import ALL, UNEXPECTED, forward_of
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import OnCollective, gather_objects, world_size
 from ..runtime.devices import pin
-from ..runtime.torch_private import is_differentiable
+from ..runtime.torch_private import is_differentiable, profiled
 from ..runtime.values import Precision
 from .sums import zero_of
 
@@ -323,7 +323,7 @@ def _call(
     *others: object,
 ) -> T:
     targets, kwargs = move_arguments(shard.targets, device)
-    with shard.context():
+    with shard.context(), profiled("criterion"):
         try:
             return function(
                 ShardLoss(
