@@ -524,22 +524,6 @@ def test_means_with_one_count_that_get_several_are_refused():
         step(torch.randn(6, 4), torch.full((6,), 4))
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_a_batch_without_a_counted_target_changes_nothing(micro_batch_size):
-    net = build_net()
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
-    step = TrainStep(
-        DataParallelModel(net, ["cpu"] * 2), criterion, optimizer, micro_batch_size=micro_batch_size
-    )
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="no target of this batch was counted"):
-            assert step(torch.randn(6, 4), torch.full((6,), -100)).isnan()
-    for parameter, value in zip(net.parameters(), before, strict=True):
-        assert parameter.equal(value)
-
-
 class LayerLoss(nn.Module):
     """A layer with its loss inside, and a mean."""
 
