@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.plan import consecutive, proportional_sizes, split_sizes
-from ..batch.rows import NOTHING, Arguments, Shard, cut, move_arguments, move_leaves, spread
+from ..batch.rows import NOTHING, Shard, cut, move_arguments, move_leaves, spread
 from ..replicas.all_rows import ALL, UNEXPECTED, forward_of
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import OnCollective, gather_objects, world_size

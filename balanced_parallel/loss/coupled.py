@@ -21,22 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
+from ..batch.marks import Along, Arguments, Rows, map_marked, mark, mark_leaves, without_mark
 from ..batch.outputs import PerReplica, join_outputs, join_tensors, padded, repeated_rows
-from ..batch.rows import (
-    Along,
-    Arguments,
-    ParallelModel,
-    Rows,
-    Shard,
-    count_rows,
-    map_marked,
-    mark,
-    mark_leaves,
-    move_arguments,
-    move_leaves,
-    spread,
-    without_mark,
-)
+from ..batch.rows import ParallelModel, Shard, count_rows, move_arguments, move_leaves, spread
 from ..runtime.collectives import SumOverRanks, gather_objects, gather_rows, rank, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators

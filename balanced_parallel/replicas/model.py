@@ -13,17 +13,10 @@ import torch
 from torch import nn
 
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import (
-    NOTHING,
-    Arguments,
-    Batch,
-    Noting,
-    ParallelModel,
-    Shard,
-    move_arguments,
-)
+from ..batch.rows import NOTHING, Batch, Noting, ParallelModel, Shard, move_arguments
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import children_of

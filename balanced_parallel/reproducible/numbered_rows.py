@@ -22,8 +22,7 @@ from ..batch import containers
 from ..batch.rows import Batch, Shard
 from ..loss.copies import Calls
 from ..loss.kinds import Kind
-from ..runtime import collectives
-from ..runtime.torch_private import draws_in_compiled_code
+from ..runtime import collectives, torch_private
 from ..training.settings import Settings
 from ..training.update import Arithmetic, BatchRun, Compute, Forwards, Limit, Reduced, Work
 from .row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
@@ -150,7 +149,7 @@ class ArithmeticByRow(Arithmetic):
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer], micro_batch_size: object) -> None:
         """Raises ``ValueError`` for a compiled module that draws random numbers itself."""
-        if draws_in_compiled_code(self.model.module):
+        if torch_private.draws_in_compiled_code(self.model.module):
             raise ValueError(
                 "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
                 "torch._inductor.config.fallback_random = True before torch.compile"

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import describe
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica, detach_outputs
 from ..batch.rows import (
-    Arguments,
     Batch,
     Cut,
     MicroBatch,
