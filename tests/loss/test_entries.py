@@ -138,7 +138,7 @@ CASES = {
     "all rows": (loss_and_accuracy, {"whole": True}, lambda result: result["loss"], ["accuracy"]),
 }
 ROWS = 11
-UPDATES = 3
+UPDATES = 2
 
 
 @pytest.fixture(autouse=True)
@@ -214,9 +214,7 @@ def replicas(devices):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "settings", [{}, {"micro_batch_size": 1}, {"micro_batch_size": 2, "in_parts": True}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2, "in_parts": True}], ids=str)
 def test_a_step_trains_on_the_loss_and_returns_the_other_values(case, settings):
     """Everything was added up: the loss was 110 % too large."""
     check(case, replicas(["cpu"] * 3), **settings)
@@ -236,8 +234,8 @@ def test_other_modes(case):
 def test_ranks_also_without_rows(rank, strategy):
     torch.set_default_dtype(torch.float64)
     rows = [
-        [slice(0, 4), slice(0, 0), slice(0, ROWS)],
-        [slice(4, ROWS), slice(0, ROWS), slice(0, 0)],
+        [slice(0, 4), slice(0, 0)],
+        [slice(4, ROWS), slice(0, ROWS)],
     ][rank]
     for case in (
         "total and parts",
