@@ -330,12 +330,13 @@ class LossOfSums(CoupledLoss):
         except Exception:  # noqa: BLE001 - a tensor with rows does not fit to the others
             return
         try:
-            self.compare_sums([*whole, *itertools.chain(*halves)] if whole else [])
+            if whole:
+                self.compare_sums([*whole, *itertools.chain(*halves)])
         except ValueError as error:
             places = ", ".join(f"output{place.removeprefix('[0]')}" for place in sorted(constant))
             self._refuse(
-                f"{places} is the same for all rows, and each shard would add it: expected a value for each row, or a penalty that "
-                "is added to the loss that the criterion returned",
+                f"{places} is the same for all rows, and each shard would add it: expected a value for each row, or a penalty "
+                "that is added to the loss that the criterion returned",
                 error,
             )
 
@@ -474,7 +475,7 @@ class LossOfSums(CoupledLoss):
         times.
         """
         self._check_shapes(samples)
-        for number, place in enumerate(samples[0] if samples else ()):
+        for number, place in enumerate(samples[0]):
             total, *parts = [widen(each[place]).cpu() for each in samples]
             every = torch.stack([total, *(part * times for part in parts)])
             apart = every.sum(0) - total

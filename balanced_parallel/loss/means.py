@@ -107,7 +107,13 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
         return Noted(result, *notes.formula(result))
     unknown = [place for place in unknown if place in formula.losses]
     if unknown:
-        _refuse_unknown(criterion, unknown[0], has_unknown_count=notes.has_unknown_count)
+        has_scalars = any(not tensor.dim() for tensor in containers.tensors_in(targets))
+        _refuse_unknown(
+            criterion,
+            unknown[0],
+            has_unknown_count=notes.has_unknown_count,
+            has_scalars=has_scalars,
+        )
     return Noted(result, formula, statistics)
 
 
@@ -116,8 +122,8 @@ def _refuse_parameters(output: object) -> None:
     for place, leaf in containers.leaves(output, "output"):
         if isinstance(leaf, nn.Parameter) and leaf.dim():
             raise ValueError(
-                f"{place} is a parameter of the model of shape {tuple(leaf.shape)}, which has no rows, expected a value for each row, "
-                "as parameter.expand(len(inputs), -1), or a criterion that has the parameter itself"
+                f"{place} is a parameter of the model of shape {tuple(leaf.shape)}, which has no rows, expected a value for each "
+                "row, as parameter.expand(len(inputs), -1), or a criterion that has the parameter itself"
             )
 
 
@@ -164,15 +170,19 @@ def _values_of(noted: Noted, sums: Sequence[Tensor]) -> LoggedMeans:
 
 
 def _sum_of(noted: Noted, mean: Form, sums: Sequence[Tensor], shard: ShardLoss) -> LossSum:
-    """Returns the sum of the losses, and its weight. No count is zero in it."""
+    """Returns the sum of the losses, and its weight.
+
+    A count of zero is a very small one in it, a power of two: the sum over it may be another than
+    zero, as that of all anchors over the number of positives.
+    """
     formula = noted.formula
     count: Any = 0.0
     factor: Any = 1.0
     values = []
     for each, value in zip(noted.statistics, sums, strict=True):
         if mean.kind == "mean" and each.key == mean.key:
-            count = factor = each.value
-            value = torch.where(value != 0, value, 1)
+            count = each.value
+            value = factor = torch.where(value != 0, value, _SMALL)
             if mean.least:
                 value = factor = value.clamp(min=mean.least)
         values.append(value)
@@ -200,7 +210,9 @@ def _refuse_totals(result: object, formula: Formula) -> None:
             places[each.number] = place
 
 
-def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = False) -> NoReturn:
+def _refuse_unknown(
+    criterion: object, place: str, *, has_unknown_count: bool = False, has_scalars: bool = False
+) -> NoReturn:
     refuse_coupled(criterion)
     if has_unknown_count:
         raise UnknownMeanError(
@@ -214,6 +226,8 @@ def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = 
         if setting == "mean"
         else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
     )
+    if has_scalars:
+        note += "; a target that is a scalar tensor may differ between shards: pass a number, as float(scale), or a buffer"
     raise UnknownMeanError(
         f"the loss{place} of {containers.describe(criterion)} is not a function of sums over the rows, so that of several shards "
         "of a batch is unknown",
@@ -458,6 +472,7 @@ _COUNTS = (
     "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
     "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, multiply by 1 / constant"
 )
+_SMALL = 2.0**-63  # In float32 a sum of 1e19 can be divided by it.
 _DEPENDENT_IN_MODEL = (
     ". The rows depend on each other, or the model draws random numbers for all of them: return what the loss needs, such as the "
     "embeddings, and compute it in a criterion, with whole=True for a loss of all rows"

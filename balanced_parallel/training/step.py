@@ -176,6 +176,8 @@ class TrainStep:
         _check_arguments(criterion, micro_batch_size, cut, reproducible)
         self._strategy = gradient_sync(model, criterion)
         self.model = cast(ParallelModel, model)
+        # State of an optimizer is loaded to where its parameters are.
+        criterion.to(self.model.devices[0])
         self.reproducible = reproducible
         devices = [*self.model.devices, *(criterion.devices or ())]
         # Forwards without a graph are undone.

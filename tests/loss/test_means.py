@@ -509,21 +509,6 @@ def test_means_that_are_computed_for_some_rows_only():
         DataParallelCriterion(in_a_loop)(outputs, target)
 
 
-def test_means_with_one_count_that_get_several_are_refused():
-    def loss(output, target):
-        return F.cross_entropy(output, target) + (
-            F.mse_loss(output, output + 1) if target.sum() > 8 else 0
-        )
-
-    step = still_step(build_net(), DataParallelCriterion(loss), 2)
-    step(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))
-    with pytest.raises(
-        ValueError,
-        match=r"different counts, and had one in the first batch: cross_entropy \+ mse_loss;",
-    ):
-        step(torch.randn(6, 4), torch.full((6,), 4))
-
-
 class LayerLoss(nn.Module):
     """A layer with its loss inside, and a mean."""
 

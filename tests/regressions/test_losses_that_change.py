@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, Whole, simulate
 
 pytestmark = pytest.mark.usefixtures("double")
 LAYOUTS = [(1, 2), (3, None), (2, 2)]
@@ -173,3 +173,85 @@ def test_outputs_with_equal_rows_are_right():
     torch.manual_seed(0)
     inputs, target = torch.randn(6, 4), torch.rand(6, 5)
     assert_exact(Heads(), criterion, (inputs,), (target,), 3, 1)
+
+
+def anchors(output, target):
+    return F.binary_cross_entropy_with_logits(output, target, reduction="none").sum() / target.sum()
+
+
+def anchors_with_penalty(output, target):
+    return F.binary_cross_entropy_with_logits(output, target, reduction="sum") / target.sum() + 0.5
+
+
+@pytest.mark.parametrize("loss", [anchors, anchors_with_penalty])
+@pytest.mark.parametrize(("devices", "rows"), [(2, None), (1, 2), (4, None)])
+def test_a_shard_without_positives_has_its_sum(loss, devices, rows):
+    """The sum of all anchors over the number of positives, as of detectors."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 5)
+    plain = copy.deepcopy(net)
+    step = make_step(net, loss, devices, rows)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(3):
+        inputs, target = torch.randn(4, 4), torch.zeros(4, 5)
+        target[3, number] = target[2, 1] = 1
+        value = step(inputs, target)
+        optimizer.zero_grad()
+        expected = loss(plain(inputs), target)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(value, expected.detach())
+        torch.testing.assert_close([*net.parameters()], [*plain.parameters()])
+
+
+def test_a_weight_of_zero_with_a_sum_is_an_error():
+    criterion = DataParallelCriterion(anchors, weight=lambda output, target: target.sum())
+    model = DataParallelModel(nn.Linear(4, 5), ["cpu"] * 2)
+    target = torch.zeros(4, 5)
+    target[3, 0] = 1
+    with pytest.raises(ValueError, match="is infinite, and its weight= is 0.*leave weight= out"):
+        criterion(model(torch.randn(4, 4)), target)
+
+
+@pytest.mark.parametrize("wrap", [lambda scale: scale, Whole])
+def test_a_scalar_target_is_named(wrap):
+    def mixup(output, target, scale):
+        return scale * F.mse_loss(output, target)
+
+    criterion = DataParallelCriterion(mixup)
+    outputs = DataParallelModel(nn.Linear(4, 5), ["cpu"] * 2)(torch.randn(4, 4))
+    with pytest.raises(ValueError, match=r"pass a number, as float\(scale\)"):
+        criterion(outputs, torch.rand(4, 5), wrap(torch.tensor(0.3)))
+
+
+class Uncertainties(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logs = nn.Parameter(torch.zeros(2))
+
+    def forward(self, output, target):
+        errors = torch.stack([F.mse_loss(output, target), output.square().mean()])
+        return (errors * (-self.logs).exp() + self.logs).sum()
+
+
+def test_the_state_of_a_criterion_is_resumed_on_devices():
+    """The criterion was moved to its device after the state of its optimizer was loaded."""
+
+    def begin():
+        torch.manual_seed(0)
+        model, criterion = (
+            DataParallelModel(nn.Linear(4, 5)),
+            DataParallelCriterion(Uncertainties()),
+        )
+        optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=0.1)
+        return TrainStep(model, criterion, optimizer)
+
+    inputs, target = torch.randn(6, 4), torch.rand(6, 5)
+    with simulate(2):
+        step = begin()
+        step(inputs, target)
+        state = copy.deepcopy(step.state_dict())
+        expected = step(inputs, target)
+        step = begin()
+        step.load_state_dict(state)
+        torch.testing.assert_close(step(inputs, target), expected)
