@@ -210,7 +210,10 @@ class LossOfSums(CoupledLoss):
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(calls)
         self._add(parts)
-        nothing = parts[0].nothing
+        return self.finish(parts[0].nothing)
+
+    def finish(self, nothing: Tensor) -> Any:
+        """Returns the loss of all statistics. An evaluation has those of several batches."""
         if not self._sum_over_ranks(nothing):
             raise ValueError(
                 "the batch has no rows, expected one at least: there are no statistics"

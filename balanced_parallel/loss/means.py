@@ -358,7 +358,11 @@ class LossOfMeans(LossOfSums):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         self._is_by_hand = True
-        result = super().value(calls)
+        return super().value(calls)
+
+    def finish(self, nothing: Tensor) -> Any:
+        """Returns the loss of all statistics, as in :class:`LossOfSums`."""
+        result = super().finish(nothing)
         for place, leaf in containers.leaves(result):
             if isinstance(leaf, Unknown):
                 _refuse_unknown(self.copies.criterion, place)
