@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -132,8 +131,6 @@ def row_of(choice: Choice) -> list[str]:
     ]
 
 
-# The traces of an option took at most as long with language models, on one slow core.
-SECONDS_PER_MODULE = 0.1
 TAKES_ANY_ROWS = "a plan needs a module, a criterion and an optimizer that take any number of rows"
 SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no trace has
 BASE = 2  # rows per device in the first of two traces
@@ -404,7 +401,6 @@ class Search:
         self.choices: dict[Option, Choice] = {}
         self.skipped: dict[str, str] = {}
         self._failing = set[PlannedSaving]()
-        self._durations: list[float] = []
         self._option = functools.cache(self._make_option)
         savings = self._suited("layout")
         layouts: list[Combination] = [
@@ -453,7 +449,6 @@ class Search:
     def _trace(self) -> None:
         """Traces options. If none fits, optimizers with less state are traced as well."""
         ladders = self._ladders()
-        self._ways = len([*self.untried(), *self._suited("optimizer")])
         groups = [layouts for layouts in self._groups if layouts]
         if any(self._climb(layouts, ladder) for ladder in ladders for layouts in groups):
             return
@@ -482,8 +477,7 @@ class Search:
     def _fits(self, option: Option) -> bool:
         """Traces an option."""
         if option not in self.choices and option.name not in self.skipped:
-            self._log_option(option.name)
-            begin = time.monotonic()
+            _log.info("trying: %s", option.name)
             try:
                 choice = option.choose(next(iter(self.choices), option))
                 self.choices[option] = choice
@@ -494,18 +488,7 @@ class Search:
                 self.skipped[option.name] = str(error)
                 if isinstance(error, ProgramError) and not self.choices:
                     raise ProgramError(f"{option.name}: {error}; {TAKES_ANY_ROWS}") from error
-            self._durations.append(time.monotonic() - begin)
         return option in self.choices and self.choices[option].fits
-
-    def _log_option(self, name: str) -> None:
-        """Logs what is tried, and how long all that remain may take: each as long as the longest
-        before, or by the number of modules.
-        """
-        guess = SECONDS_PER_MODULE * len(list(self.request.module.modules()))
-        place = len(self._durations)
-        rest = (self._ways - place) * max(self._durations, default=guess)
-        what = f"{name} ({place + 1} of at most {self._ways}"
-        _log.info("trying: %s; the rest takes roughly %.0f s at most)", what, rest)
 
     def _is_fast(self) -> bool:
         """Returns True if a choice fits whose time is within a half of the least: no recomputation,

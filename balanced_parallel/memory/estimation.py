@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
 from .operators import CONVOLUTIONS, RECURRENT_LAYERS, UnknownMemory
 from .problem import LossFunction, Problem, Request
-from .report import PARTS, MemoryReport, OtherBatches, holders_of
+from .report import PARTS, KindComparison, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
 from .trace.layouts import LAYOUTS, OptimizerChoice, wrap
 from .trace.quantized import FOUR_BITS, is_four_bit
@@ -132,6 +132,54 @@ def estimate(
         keeps_gradients=keeps_gradients,
     )
     return make_report(request, -(-request.rows // request.micro_batches))
+
+
+def compare_kinds(
+    module: nn.Module,
+    criterion: LossFunction,
+    inputs: object,
+    targets: object,
+    *,
+    device_kind: Sequence[str],
+    dim: int = 0,
+    scalar: float | None = None,
+    **settings: Any,
+) -> KindComparison:
+    """Predicts the memory of an update on GPUs of several kinds, from one pair of traces.
+
+    Args:
+        module, criterion, inputs, targets, dim, scalar, settings: as for :func:`estimate`.
+        device_kind: names of GPUs, such as ``["a100", "rtx4090"]``.
+
+    Returns:
+        A :class:`MemoryReport` for each name, as a dictionary. Printed, it is a table: whether the
+        batch fits, the bytes that are left, and the most rows of a micro-batch.
+
+    Raises:
+        ValueError: as for :func:`estimate`, or a kind is not a GPU.
+
+    Example:
+        >>> batch = torch.zeros(8, 256), torch.zeros(8, 256)
+        >>> found = compare_kinds(torch.nn.Linear(256, 256), torch.nn.MSELoss(), *batch, device_kind=["t4", "a100"])
+        >>> found["a100"].at(8).fits, found["a100"].nvidia_smi > found["t4"].nvidia_smi
+        (True, True)
+    """
+    kinds = {name: find_kind(name) for name in device_kind}
+    others = [name for name, kind in kinds.items() if not kind.is_gpu]
+    if others or not kinds:
+        raise ValueError(f"device_kind={others}, expected names of GPUs, such as 'a100'")
+    largest = max(kinds, key=lambda name: kinds[name].workspace)
+    problem = Problem(module, criterion, inputs, targets, dim, scalar)
+    request = make_request(problem, device_kind=largest, **settings)
+    rows = -(-request.rows // request.micro_batches)
+    exact, lines = lines_of(request, rows)
+    source = lines if lines.first.rows == rows else exact
+    return KindComparison(
+        {
+            name: make_report(dataclasses.replace(request, kind=kind), rows, source.on(kind))
+            for name, kind in kinds.items()
+        }
+    )
 
 
 _CALLS = {

@@ -348,7 +348,7 @@ def plan(
     result. The cheapest choice takes the least time, where a byte of traffic takes as long as 3,000
     operations, or 300 in fp32. If nothing fits, optimizers with less state are shown as
     alternatives. An option that cannot be traced is skipped, and named with the reason. Each option is
-    logged (``logging``, ``INFO``) with the seconds that all others may take.
+    logged (``logging``, ``INFO``).
 
     Args:
         module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for

@@ -66,7 +66,6 @@ class Layout(Protocol):
     parameters: list[nn.Parameter]
     replicas: Sequence[Any] = ()  # The model has some, and the criterion.
     optimizers: list[Optimizer]
-    outputs_of_loop: Sequence[object] = ()  # what the last forward returned, as a loop keeps it
     inner_optimizers: list[Optimizer]  # They are those of torch, also inside of balanced ones.
 
     def __init__(self, request: "Request", module: nn.Module, criterion: LossFunction) -> None: ...
@@ -112,6 +111,10 @@ class Layout(Protocol):
 
     def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
+        ...
+
+    def take_outputs(self) -> list[object]:
+        """Returns the outputs of the last forward. They stay alive if the request says so."""
         ...
 
     def accumulating(self) -> AbstractContextManager[None]:

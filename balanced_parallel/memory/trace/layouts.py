@@ -188,7 +188,7 @@ class SingleDevice(Layout):
     """
 
     name = "single"
-    outputs_of_loop: Sequence[object] = ()
+    _outputs: Sequence[object] = ()
 
     def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
         self.request = request
@@ -212,8 +212,15 @@ class SingleDevice(Layout):
     def loss(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch."""
         with self.autocast():
-            self.outputs_of_loop = (output,) = self.outputs(part)
+            self._outputs = (output,) = self.outputs(part)
             return plain_loss(self.criterion, output, move_leaves(part.targets.inputs, None))
+
+    def take_outputs(self) -> list[object]:
+        """Returns the outputs of the last forward. They stay alive if the request says so."""
+        outputs = [*self._outputs]
+        if not self.request.keeps_outputs:
+            self._outputs = ()
+        return outputs
 
     def evaluate(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
@@ -221,7 +228,7 @@ class SingleDevice(Layout):
 
     def loss_of_replicas(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, and the criterion of this package."""
-        self.outputs_of_loop = outputs = self.outputs(part)
+        self._outputs = outputs = self.outputs(part)
         return self.coupled_criterion()(outputs, *part.targets.inputs)
 
     def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
@@ -247,7 +254,7 @@ class SingleDevice(Layout):
         """Runs the forward of one micro-batch. Returns the calls of the criterion."""
         outputs = self.outputs(part)
         if self.request.keeps_outputs:
-            self.outputs_of_loop = outputs
+            self._outputs = outputs
         return criterion.cut(outputs, part.targets.inputs, {})
 
     def _coupled_loss(self, criterion: DataParallelCriterion, loss: Any, part: Shard) -> Tensor:

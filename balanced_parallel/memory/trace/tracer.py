@@ -372,7 +372,7 @@ def _run(
                 gc.collect(generation)
                 count.mark(name)
                 if request.mode == "evaluate":
-                    _evaluate(request, layout, count, modules, update)
+                    _evaluate(layout, count, modules, update)
                     continue
                 with savings.around_update(), layout.window():
                     _update(request, layout, count, update)
@@ -382,26 +382,13 @@ def _run(
             layout.close()
 
 
-def _evaluate(
-    request: Request,
-    layout: Layout,
-    count: Count,
-    modules: nn.Module,
-    micro_batches: list[Shard],
-) -> None:
+def _evaluate(layout: Layout, count: Count, modules: nn.Module, micro_batches: list[Shard]) -> None:
     modules.eval()
     with torch.no_grad():
         for micro_batch in micro_batches:
             layout.evaluate(micro_batch)
-            _mark_outputs(request, layout, count)
+            count.mark_outputs(leaves_of_tree(layout.take_outputs()))
             count.see_all(copies_of(layout.replicas), "parameters")
-
-
-def _mark_outputs(request: Request, layout: Layout, count: Count) -> None:
-    """Tells the count the outputs of a forward, and releases them unless the loop keeps them."""
-    count.mark_outputs(leaves_of_tree([*layout.outputs_of_loop]))
-    if not request.keeps_outputs:
-        layout.outputs_of_loop = ()
 
 
 def _update(request: Request, layout: Layout, count: Count, micro_batches: list[Shard]) -> None:
@@ -414,7 +401,7 @@ def _update(request: Request, layout: Layout, count: Count, micro_batches: list[
         compute = losses.pop(0)
         with layout.accumulating() if losses else nullcontext():
             loss = compute()
-            _mark_outputs(request, layout, count)
+            count.mark_outputs(leaves_of_tree(layout.take_outputs()))
             if clears_late:
                 layout.zero_grad()
             count.turn("temporaries", "saved activations")
