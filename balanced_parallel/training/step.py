@@ -31,6 +31,7 @@ from ..runtime import collectives
 from ..runtime.torch_private import (
     backward_hooks_of,
     hooks_of,
+    profiled,
     versions,
     without_hooks,
 )
@@ -444,7 +445,10 @@ class TrainStep:
             warnings.warn(f"{cause}: nothing is updated, and its loss is nan", stacklevel=3)
             return reduced.loss
         try:
-            with retrying_allocations(self.model.devices) if self._is_auto else nullcontext():
+            with (
+                profiled("update"),
+                retrying_allocations(self.model.devices) if self._is_auto else nullcontext(),
+            ):
                 norm = self.max_grad_norm
                 if self.skip_above is not None:
                     norm = norm or math.inf  # It is computed.
