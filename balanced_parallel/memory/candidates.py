@@ -87,6 +87,11 @@ class Choice:
         return LAYOUTS[self.layout].is_distributed
 
     @property
+    def is_whole(self) -> bool:
+        """True for an update in the user's own words."""
+        return LAYOUTS[self.layout].is_whole
+
+    @property
     def work(self) -> int:
         """Operations that take as long as this choice: traffic counts as many per byte as a device
         has on average.
@@ -168,6 +173,7 @@ class Option:
         self.batch_size = batch_size
         self.capacity = capacity
         self.is_distributed = request.layout.is_distributed
+        self.is_whole = request.layout.is_whole
         self.step = request.row_step
         self.context = request.kind.context
         self.share = -(-batch_size // len(capacity))  # rows of a device per update
@@ -192,7 +198,8 @@ class Option:
         """Returns the lines for a number of micro-batches per update, traced at the first call, or
         raises ``ValueError``.
         """
-        several = min(micro_batches, 2)  # One that adds and reduces is enough with replicas.
+        # One that adds and reduces is enough with replicas.
+        several = 1 if self.is_whole else min(micro_batches, 2)
         if several not in self.traced:
             request = replace(self.request, micro_batches=several)
             traces = []
@@ -219,8 +226,11 @@ class Option:
         return lines.flops(self.batch_size // lines.first.micro_batches) / self.batch_size
 
     def needs(self) -> int:
-        """Returns the bytes that one row per device reserves, on the device that needs the most."""
-        return max(self.reserved(2, [1] * self.request.devices, fits=False)) + SCALARS
+        """Returns the bytes that one row per device reserves, or a step that runs whole, on the
+        device that needs the most.
+        """
+        rows = [self.share if self.is_whole else 1] * self.request.devices
+        return max(self.reserved(2, rows, fits=False)) + SCALARS
 
     def reserved(self, micro_batches: int, rows: Sequence[int], *, fits: bool) -> list[int]:
         """Returns the bytes that each device reserves for its rows in one forward, within its limit
@@ -267,6 +277,9 @@ class Option:
         """Cuts the batch into the fewest micro-batches that fit, in equal shares if these fit."""
         may_differ = not self.is_distributed and len(set(self.limits)) > 1
         share = self.batch_size if may_differ else self.share
+        if self.is_whole:
+            rows = self.most_rows(1, share)
+            return MicroBatches(1 if min(rows) == share else 0, None, [share])
         # A loss that couples rows needs less memory in two passes, which one micro-batch does not
         # take.
         most = self.most_rows(2, max(share // 2, 1) if self.request.couples_rows else share)
@@ -591,6 +604,8 @@ class Search:
             assert request is not None
             return Option(savings, request, (capacity,) * count, count).needs()
 
+        if least.is_whole:
+            return size, None
         _log.info("trying: more devices, at most 5 numbers of them")
         # A layout may have no trace, and the time for traces ends.
         with contextlib.suppress(ValueError, TimeoutError):

@@ -76,7 +76,10 @@ def estimate(
         micro_batch_size: rows per device in one forward. ``None`` is a device's whole share.
         layout: ``"single"``, the plain program on one device; ``"replicas"``,
             :class:`DataParallelModel`; ``"ddp"`` and ``"fsdp"``, one rank of several, with
-            ``inputs`` of its own. Rows of the report are those of all ranks.
+            ``inputs`` of its own. Rows of the report are those of all ranks. ``"step"``, an update
+            in your own words: the criterion is ``update(module, optimizer, *inputs, *targets)``,
+            which runs every forward, backward and ``step()``, and ``optimizer`` is a function of
+            the module, which returns what ``update`` gets.
         devices: number of devices, or of ranks.
         balanced_optimizer: uses :class:`BalancedOptimizer`. With ddp and fsdp, the rank is the one
             that owns the most whole parameters; elementwise optimizers of fsdp need none.
@@ -220,15 +223,15 @@ def make_request(
     Precision(precision)
     for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
-    _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients)
+    _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients, micro_batch_size)
     shares = split or LAYOUTS[layout].devices_per_process(devices)
     batch = batch or problem.batch
     wrapped = wrap(problem.criterion)
-    couples_rows = wrapped.kind.couples_rows
+    couples_rows = wrapped.kind.couples_rows and layout != "step"
     return Request(
         module=problem.module,
         # Layouts wrap a loss of rows again.
-        criterion=problem.criterion if couples_rows else wrapped.module,
+        criterion=problem.criterion if couples_rows or layout == "step" else wrapped.module,
         batch=batch,
         scalar=problem.scalar,
         optimizer=OptimizerChoice(optimizer),
@@ -254,10 +257,11 @@ def _check_layout(
     devices: int,
     balanced_optimizer: bool,
     whole_gradients: bool,
+    micro_batch_size: int | None,
 ) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
-    if layout == "single" and (devices > 1 or balanced_optimizer):
+    if layout in ("single", "step") and (devices > 1 or balanced_optimizer):
         setting = f"devices={devices}" if devices > 1 else "balanced_optimizer=True"
         raise ValueError(
             f"{setting} with layout={layout!r}, expected layout='replicas', 'ddp' or 'fsdp'"
@@ -266,6 +270,10 @@ def _check_layout(
         raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}, expected one of {', '.join(MODES)}")
+    if layout == "step" and (mode == "evaluate" or micro_batch_size):
+        raise ValueError(
+            f"layout='step' with mode={mode!r}, micro_batch_size={micro_batch_size}, expected neither: the step runs whole"
+        )
     if mode == "evaluate" and (balanced_optimizer or whole_gradients):
         raise ValueError(
             "mode='evaluate' has no gradients, expected balanced_optimizer and whole_gradients with mode='train'"
@@ -382,7 +390,7 @@ def _assumed(request: Request, lines: Lines, rows: int) -> dict[str, str]:
             assumed["recurrent layers"] = RECURRENT_LAYERS
         if "aten.convolution" in operators:
             assumed["convolutions"] = CONVOLUTIONS
-    if request.micro_batches == 1 and request.mode == "train":
+    if request.micro_batches == 1 and request.mode == "train" and not request.layout.is_whole:
         assumed |= _assumed_of_loop(request, lines, rows)
     if any(map(is_four_bit, request.module.modules())):
         assumed["4-bit weights"] = FOUR_BITS

@@ -62,6 +62,7 @@ class Layout(Protocol):
     is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
     batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
     is_sharded: ClassVar[bool] = False  # the parameters are DTensors
+    is_whole: ClassVar[bool] = False  # the criterion runs the update, with its backwards
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
     parameters: list[nn.Parameter]
     replicas: Sequence[Any] = ()  # The model has some, and the criterion.
@@ -108,6 +109,10 @@ class Layout(Protocol):
     def evaluate(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
         ...
+
+    def run(self, part: Shard) -> None:
+        """Runs a whole update, with its backwards and the steps of its optimizers."""
+        return
 
     def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""

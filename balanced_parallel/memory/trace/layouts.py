@@ -44,6 +44,7 @@ from ..operators import UnknownMemory
 from ..problem import Layout, LossFunction, OptimizerMaker, Request
 from .allocations import TracedSides
 from .fakes import HOME, fake_devices
+from .private import leaves_of_tree
 from .tracer import groups_of
 
 
@@ -282,6 +283,31 @@ class SingleDevice(Layout):
         return PerReplica([output], [len(part.rows or ())], self.request.batch.dims[0])
 
 
+class WholeStep(SingleDevice):
+    """An update in the user's own words, on one device: the criterion is a function of the module,
+    the optimizers, the inputs and the targets.
+    """
+
+    name = "step"
+    is_whole = True
+
+    def make_optimizers(self) -> list[Optimizer]:
+        """Makes the optimizers of the module, in the structure that the update knows."""
+        make: Any = self.request.optimizer
+        self.structure = make.make(self.module)
+        made = leaves_of_tree(self.structure)
+        for optimizer in made:
+            refuse_closures(type(optimizer), "an estimate")
+        return made
+
+    def run(self, part: Shard) -> None:
+        """Runs the update."""
+        plain = move_leaves(part.inputs, None)
+        targets = move_leaves(part.targets.inputs, None)
+        with self.autocast():
+            self.criterion(self.module, self.structure, *plain.inputs, *targets, **plain.kwargs)
+
+
 class ReplicaLayout(SingleDevice):
     """:class:`DataParallelModel` and :class:`DataParallelCriterion` of this package."""
 
@@ -459,7 +485,7 @@ class FSDP(SingleDevice):
 
 
 LAYOUTS: dict[str, type[SingleDevice]] = {
-    layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)
+    layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP, WholeStep)
 }
 
 
