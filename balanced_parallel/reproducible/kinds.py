@@ -21,7 +21,7 @@ def exact_kind(kind: Kind) -> Kind:
     """
     if isinstance(kind, KnownMean):
         return ExactKnownMean(kind.settings, kind.reduction, kind.least)
-    if type(kind) is MeansInside:  # not one that a batch has shown
+    if type(kind) is MeansInside:  # OneCount is exact.
         return ExactMeansInside(kind.settings, kind.reduction)
     if kind.couples_rows:
         raise ValueError(
