@@ -133,6 +133,28 @@ def test_files_import_only_allowed_folders(path, package):
     assert not forbidden_imports(source, package, when_imported)
 
 
+# Names that a wing imports from the core.
+MOST_SEAMS = {
+    "data": 17,
+    "diagnostics": 20,
+    "integrations": 22,
+    "memory": 30,
+    "reproducible": 37,
+    "savings": 10,
+    "simulation": 8,
+    "state": 14,
+}
+
+
+@pytest.mark.parametrize("wing", MOST_SEAMS)
+def test_wings_import_few_names_of_the_core(wing):
+    names = set()
+    for path in (PACKAGE / wing).rglob("*.py"):
+        names |= imported_modules(path.read_text(), path.relative_to(PACKAGE).parts[:-1])
+    from_core = {name for name in names if name.split(".")[0] in CORE}
+    assert len(from_core) <= MOST_SEAMS[wing], sorted(from_core)
+
+
 def test_imports_in_functions_are_found():
     source = "if TYPE_CHECKING:\n    from ..a import b\ndef f():\n    from ..c import d\nfrom ..e import f"
     assert imported_modules(source, ("loss",), when_imported) == {"e.f"}

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from .. import SumOverRows
 from ..batch.containers import is_plain, tensors_in
-from ..batch.rows import Batch, move_arguments, move_leaves
+from ..batch.marks import Arguments
+from ..batch.rows import Batch, move_arguments
 from ..loss.entries import plain_loss
-from ..replicas.all_rows import sums_rows
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
-from ..runtime.torch_private import BatchNorm, Node, nodes_behind
+from ..runtime import torch_private
 from .recording import (
     TOLERANCES,
     Comparison,
@@ -103,12 +104,12 @@ def _autograd_functions(comparison: Comparison) -> list[str]:
     """Returns the custom autograd functions of a forward, each with the module that calls it."""
     module = copy_of(comparison.module)
     places = dict[str, None]()
-    seen = set[Node]()
+    seen = set[torch_private.Node]()
     calls = ["the model"]  # Modules that run, the innermost last.
 
     def claim(value: object) -> None:
         """Gives the new nodes behind ``value`` to the innermost module."""
-        for node in nodes_behind(tensors_in(value), seen):
+        for node in torch_private.nodes_behind(tensors_in(value), seen):
             seen.add(node)
             if isinstance(node, BackwardCFunction):
                 places[f"{type(node).__name__.removesuffix('Backward')} of {calls[-1]}"] = None
@@ -195,12 +196,13 @@ def _mixed_rows(module: nn.Module, comparison: Comparison) -> Iterator[str]:
         )
 
 
-def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
+def batch_norms(module: nn.Module) -> dict[str, torch_private.BatchNorm]:
     """Returns the batch norms that use statistics of the batch, by name."""
     return {
         name or type(layer).__name__: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, BatchNorm) and (layer.training or layer.running_mean is None)
+        if isinstance(layer, torch_private.BatchNorm)
+        and (layer.training or layer.running_mean is None)
     }
 
 
@@ -215,7 +217,8 @@ def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | 
 
 
 def _mixing_layers(comparison: Comparison) -> Iterator[str]:
-    if comparison.split.rounds > 1 and sums_rows(comparison.module):
+    sums_rows = any(isinstance(layer, SumOverRows) for layer in comparison.module.modules())
+    if comparison.split.rounds > 1 and sums_rows:
         yield "SumOverRows: each micro-batch has sums of its own rows, not of the whole batch"
     for name, layer in batch_norms(comparison.module).items():
         if len(comparison.model.devices) > 1 and not isinstance(layer, AllRowsBatchNorm):
@@ -228,7 +231,8 @@ def _reasons_of_loss(comparison: Comparison) -> Iterator[str]:
     output = comparison.plain.output
     losses = comparison.losses
     values = []
-    targets = move_leaves(comparison.targets, comparison.model.devices[0])
+    device = comparison.model.devices[0]
+    targets, _ = move_arguments(Arguments(comparison.targets, {}), device)
     for seed in range(2):
         torch.manual_seed(seed)
         values.append(plain_loss(copy_of(losses.module), output, targets))
@@ -243,7 +247,7 @@ def _registered(part: object) -> dict[str, Tensor]:
     return {
         f"{name}.{key}".lstrip("."): tensor
         for name, layer in (part.named_modules() if isinstance(part, nn.Module) else ())
-        if not isinstance(layer, BatchNorm)
+        if not isinstance(layer, torch_private.BatchNorm)
         for key, tensor in (
             *layer.named_buffers(recurse=False),
             *layer.named_parameters(recurse=False),

@@ -12,16 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .. import DataParallelCriterion, DataParallelModel, PerReplica, scatter
 from ..batch.containers import tensors_in
-from ..batch.outputs import PerReplica, layout_of
-from ..batch.plan import consecutive
-from ..batch.rows import Arguments, cut, move_arguments, move_leaves, spread
+from ..batch.marks import Arguments
+from ..batch.outputs import layout_of
+from ..batch.rows import move_arguments, spread
 from ..loss.copies import Criterion
-from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import plain_loss
-from ..loss.kinds import call_weight
-from ..loss.sums import flat_weights
-from ..replicas.model import DataParallelModel
 from ..replicas.workers import current_replica
 from ..runtime.random_numbers import forward_by_row
 
@@ -108,7 +105,8 @@ class Program:
         criterion = (
             self.criterion.to(device) if isinstance(self.criterion, nn.Module) else self.criterion
         )
-        loss = plain_loss(criterion, self.output, move_leaves(targets, device))
+        moved, _ = move_arguments(Arguments(targets, {}), device)
+        loss = plain_loss(criterion, self.output, moved)
         loss.backward()
         return loss.detach()
 
@@ -273,13 +271,13 @@ def weight_in_parts(comparison: Comparison) -> Iterator[str]:
     dims = comparison.model.out_dims
     dim = dims if isinstance(dims, int) else 0
     rows = tensors_in(output)[0].size(dim)
-    weigh = partial(call_weight, comparison.losses.weight)
+    device = comparison.model.devices[0]
 
     def weights(sizes: list[int]) -> list[float]:
         """Returns the weight of each part."""
-        parts = PerReplica(cut(output, consecutive(sizes), dim), sizes, dim)
-        calls = comparison.losses.cut(parts, comparison.targets, {})
-        return [sum(flat_weights(count)) for count in calls.run(weigh)]
+        pieces = scatter(output, [device] * len(sizes), dim, split=sizes)
+        parts = PerReplica(pieces, sizes, dim)
+        return comparison.losses.weights_of(parts, *comparison.targets)
 
     (whole,) = weights([rows])
     first, others = weights([1, rows - 1])

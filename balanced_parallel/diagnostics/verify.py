@@ -11,15 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .. import DataParallelCriterion, DataParallelModel, TrainStep
 from ..batch.rows import Batch, as_arguments, spread
 from ..loss.copies import Criterion
-from ..loss.criterion import DataParallelCriterion
 from ..loss.means import UnknownMeanError
-from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
-from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
+from ..runtime.devices import resolve_devices
 from ..runtime.values import check_number, naming_arguments
-from ..training.step import TrainStep
 from .bits import DigestedProgram, Run, compare_bits
 from .reasons import errors_of_state, find_reasons, without_errors
 from .recording import (
@@ -38,6 +36,7 @@ _NO_TARGETS = (
     "verify(model, criterion, inputs, targets)"
 )
 _WHOLE = "nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="
+DeviceIds = Sequence[torch.device | str | int]
 WeightSetting = Callable[..., Any] | str | None
 
 
@@ -48,7 +47,7 @@ def verify(
     inputs: Any,
     targets: Any = (),
     *,
-    device_ids: Sequence[DeviceLike] | None = None,
+    device_ids: DeviceIds | None = None,
     micro_batch_size: int | None = None,
     weight: WeightSetting = None,
     dim: int | None = None,
@@ -121,7 +120,7 @@ def verify(
             micro_batch_size,
             tolerance,
         )
-    with keep_random_state(), without_tf32(), warnings.catch_warnings():
+    with _keep_random_state(), without_tf32(), warnings.catch_warnings():
         plain = Program(module, inner)
         split = Program(module, inner)
         limit = TOLERANCES.get(plain.dtype, 1e-4) if tolerance is None else tolerance
@@ -206,7 +205,7 @@ def _verify_bits(
         raise ValueError(
             f"tolerance={tolerance} with reproducible='bits', expected None: bits are equal or not"
         )
-    with keep_random_state():
+    with _keep_random_state():
         arguments = as_arguments(batch[0])
         example = wrap_model(make_program().module)
         devices = example.devices
@@ -246,7 +245,7 @@ def _run_step(program: Program, step: TrainStep, inputs: object, targets: object
 def _wrap_model(
     module: nn.Module,
     like: nn.Module,
-    device_ids: Sequence[DeviceLike] | None,
+    device_ids: DeviceIds | None,
     dim: int | None,
 ) -> DataParallelModel:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped.
@@ -254,7 +253,7 @@ def _wrap_model(
     Settings of the caller take precedence.
     """
     settings: dict[str, Any] = {"dim": 0}
-    devices: Sequence[DeviceLike] = device_ids or resolve_devices(None)
+    devices: DeviceIds = device_ids or resolve_devices(None)
     if isinstance(like, DataParallelModel):
         settings = {"dim": like.dim, "out_dims": like.out_dims}
         if not device_ids:
@@ -283,6 +282,15 @@ def _wrap_criterion(
 def _replaced(settings: dict[str, Any], **others: object) -> dict[str, Any]:
     """Returns settings with others in their place, but None."""
     return settings | {name: value for name, value in others.items() if value is not None}
+
+
+def _keep_random_state() -> contextlib.AbstractContextManager[None]:
+    """Restores the random state of the CPU and of all accelerators at the end of the block."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.random.fork_rng(
+        range(torch.accelerator.device_count()),
+        device_type=accelerator.type if accelerator else "cpu",
+    )
 
 
 @contextlib.contextmanager

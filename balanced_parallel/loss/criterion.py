@@ -2,6 +2,7 @@
 the whole batch.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ from torch import nn
 
 from ..batch import containers
 from ..batch.containers import Dims, check_dim, is_first
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, count_rows
+from ..batch.rows import count_rows
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import enter, explain_unwatched, mark_loss, refuse_unshared, world_size
@@ -26,9 +28,9 @@ from .copies import (
     ShardLoss,
     shards_of_targets,
 )
-from .kinds import Divisor, Kind, kind_of
+from .kinds import Divisor, Kind, call_weight, kind_of
 from .rules import find_torch_loss
-from .sums import is_structure
+from .sums import flat_weights, is_structure
 
 
 class DataParallelCriterion(nn.Module):
@@ -199,6 +201,11 @@ class DataParallelCriterion(nn.Module):
             loss = containers.map_tensors(mark_loss, loss)
         self.kind = self.kind.learned(self.copies)
         return loss
+
+    def weights_of(self, outputs: PerReplica, *targets: Any) -> list[float]:
+        """Returns the divisor of the mean of each output; the sum of them, if there are several."""
+        weights = self.cut(outputs, targets, {}).run(functools.partial(call_weight, self.weight))
+        return [sum(flat_weights(weight)) for weight in weights]
 
     def _check_shared(self, outputs: PerReplica) -> None:
         """Raises ``ValueError`` if ranks would not share the gradients of the outputs or of the

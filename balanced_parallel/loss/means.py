@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica
 from ..batch.rows import NOTHING, ParallelModel, Shard
 from ..runtime.collectives import world_size
 from ..runtime.devices import move
@@ -45,16 +44,17 @@ class UnknownMeanError(ValueError):
         return "".join(self.args)
 
 
+class ChangedLossError(UnknownMeanError):
+    """A criterion was a linear combination of sums over one count, and is another function now."""
+
+
 class SumName(NamedTuple):
     """The name of a statistic, equal in all shards."""
 
     number: int
-    role: str  # "total", "count", or "number" for a value beside the loss
+    role: str  # "total" or "count"
     kind: str  # the function that computes it
     text: str  # the losses
-
-
-_ROWS = SumName(-1, "rows", "", "")
 
 
 class Noted(NamedTuple):
@@ -64,9 +64,11 @@ class Noted(NamedTuple):
     formula: Formula
     statistics: Sequence[Statistic]
 
-    def names(self) -> list[SumName]:
-        """Returns the names of the sums."""
-        text = self.formula.text_of(self.formula.losses)
+    def names(self, *, with_numbers: bool = False) -> list[SumName]:
+        """Returns the names of the sums. Numbers to log may be part of their text."""
+        entries = self.formula.entries.items()
+        numbers = [place for place, leaf in entries if isinstance(leaf, (int, float))]
+        text = self.formula.text_of(self.formula.losses + numbers * with_numbers)
         roles = ("total" if each.key is None else "count" for each in self.statistics)
         return [
             SumName(number, role, each.kind, text)
@@ -85,6 +87,8 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     Raises:
         UnknownMeanError: with ``is_split``, if a loss is not a function of sums over the rows.
     """
+    if is_split:
+        _refuse_parameters(shard.output)
     criterion, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
     targets = shard.targets, shard.kwargs
     notes: SumNotes = shard.notes or SumNotes()
@@ -107,6 +111,16 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     return Noted(result, formula, statistics)
 
 
+def _refuse_parameters(output: object) -> None:
+    """Raises ``ValueError`` for an output that is a parameter, whose sum each shard would add."""
+    for place, leaf in containers.leaves(output, "output"):
+        if isinstance(leaf, nn.Parameter) and leaf.dim():
+            raise ValueError(
+                f"{place} is a parameter of the model of shape {tuple(leaf.shape)}, which has no rows, expected a value for each row, "
+                "as parameter.expand(len(inputs), -1), or a criterion that has the parameter itself"
+            )
+
+
 def single_mean(shard: ShardLoss, least: float) -> LossSum:
     """Returns the :class:`LossSum` of a criterion that is a linear combination of sums over one
     count, whose lower bound is ``least``.
@@ -121,10 +135,10 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
     _refuse_totals(noted.result, formula)
     mean = formula.mean_of(formula.losses)
     if mean is None or mean.bound != least:
-        raise UnknownMeanError(
-            f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the first batch: "
+        raise ChangedLossError(
+            f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the batches before: "
             f"{formula.text_of(formula.losses)}",
-            f"; {_ALWAYS}, a function (output, *targets) -> scalar",
+            f"; {_ALWAYS}, a function (output, *targets) -> scalar; or make another TrainStep where the loss changes",
         )
     devices = (each.value.device for each in noted.statistics if isinstance(each.value, Tensor))
     sums = noted.tensors(next(devices))
@@ -269,7 +283,7 @@ class LossOfMeans(LossOfSums):
         return ranks
 
     def _sums(self) -> list[Tensor]:
-        return [total for name, total in self._total.items() if name.role in ("total", "count")]
+        return [*self._total.values()]
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
         """Returns a loss for each part.
@@ -294,7 +308,8 @@ class LossOfMeans(LossOfSums):
 
     def _learns(self, place: Any) -> bool:
         """Returns True for the sums of losses that have a gradient."""
-        return place.role in ("total", "count") and self._is_of_loss[place.number]
+        is_of_loss: bool = self._is_of_loss[place.number]
+        return is_of_loss
 
     @functools.cached_property
     def _is_of_loss(self) -> list[bool]:
@@ -318,16 +333,12 @@ class LossOfMeans(LossOfSums):
                 logged[place] = LossSum(weighted_sum(leaf, 1).detach(), 1.0)
         return logged
 
-    def finish(self, nothing: Tensor) -> Any:
-        """Returns the loss of all statistics, as in :class:`LossOfSums`."""
+    def value(self, calls: Calls) -> Any:
+        """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         self._is_by_hand = True
-        result = super().finish(nothing)
-        numbers = {name.kind: self._total[name] for name in self._total if name.role == "number"}
+        result = super().value(calls)
         for place, leaf in containers.leaves(result):
-            differs = place in numbers and not bool(
-                (numbers[place] / self._total[_ROWS]).isclose(torch.tensor(leaf).to(numbers[place]))
-            )
-            if isinstance(leaf, Unknown) or differs:
+            if isinstance(leaf, Unknown):
                 _refuse_unknown(self.copies.criterion, place)
 
         def move_leaf(leaf: Any) -> Any:
@@ -349,13 +360,8 @@ class LossOfMeans(LossOfSums):
                 noted = note_sums(shard._replace(output=output))
         else:
             noted = note_sums(shard, is_split=self.is_split)
-        names = noted.names()
+        names = noted.names(with_numbers=self._is_by_hand)
         tensors = dict(zip(names, noted.tensors(nothing.device), strict=True))
-        for place, leaf in noted.formula.entries.items():
-            if isinstance(leaf, (int, float)):
-                name = SumName(len(tensors), "number", place, names[0].text if names else "")
-                tensors[name] = add_up([float(leaf * shard.rows)], nothing.device)
-                tensors[_ROWS] = add_up([float(shard.rows)], nothing.device)
         return ShardStatistics(tensors, noted.formula, nothing)
 
     def _finish(self) -> Any:
@@ -415,18 +421,6 @@ class LossOfMeans(LossOfSums):
             parts.append((part.tensors, rows))
         return parts
 
-    def _sample(self, output: PerReplica, shard: Shard) -> None:
-        refuse_coupled(self.copies.criterion)
-        super()._sample(output, shard)
-
-    def compare_sums(self, samples: Sequence[dict[Any, Tensor]], times: int = 1) -> None:
-        """Compares the sums, without numbers beside the loss."""
-        sums = []
-        for sample in samples:
-            names = [name for name in sample if name.role in ("total", "count")]
-            sums.append({name: sample[name] for name in names})
-        super().compare_sums(sums, times)
-
     def _kind(self, place: Any) -> Hashable:
         kind: str = place.kind
         return kind
@@ -441,6 +435,7 @@ class LossOfMeans(LossOfSums):
                 refuse_formulas(first, other)
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        refuse_coupled(self.copies.criterion)
         is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
         of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
         advice = _COUNTS if is_of_number else of_rows
@@ -457,7 +452,7 @@ def refuse_formulas(first: str, other: str) -> NoReturn:
     )
 
 
-_ALWAYS = "expected the same means times the same numbers for all rows: compute each always, or give weight="
+_ALWAYS = "expected the same means times the same numbers for all rows: compute each always, log no number of rows, or give weight="
 _COUNTS = (
     ", expected a number that follows from the sizes of the rows, as len(errors) does: for a count of some rows, divide by a "
     "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "

@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..runtime import torch_private
 from ..runtime.random_numbers import forward_by_row
-from ..runtime.torch_private import CUDNN_LAYERS, REFUSED_DRAWS, attention_in_parts, has_kernel
 
 _LOW = 2**32 - 1
 _DRAW_BITS = 24  # These low bits of a ticket are the number of a draw.
@@ -353,10 +353,12 @@ _KERNELS: dict[str, Callable[..., object]] = {
     "random_.to": lambda seeds, self, high: _integers_(seeds, self, 0, high),
     "native_dropout": _native_dropout,
     "multinomial": _multinomial,
-    "scaled_dot_product_attention": attention_in_parts,
+    "scaled_dot_product_attention": torch_private.attention_in_parts,
     # dropout in training
-    CUDNN_LAYERS: lambda seeds, *args: _refuse(seeds) if args[11] and args[12] else NotImplemented,
-    **dict.fromkeys((*REFUSED_DRAWS, "random_", "randperm.generator_out"), _refuse),
+    torch_private.CUDNN_LAYERS: lambda seeds, *args: (
+        _refuse(seeds) if args[11] and args[12] else NotImplemented
+    ),
+    **dict.fromkeys((*torch_private.REFUSED_DRAWS, "random_", "randperm.generator_out"), _refuse),
 }
 
 
@@ -368,7 +370,7 @@ def _replace_kernels() -> torch.library.Library:
         # a forward on another device ends with an error
         for key in ("CPU", "CUDA", "PrivateUse1", "CompositeImplicitAutograd"):
             for name in _KERNELS:
-                if has_kernel(name, key):
+                if torch_private.has_kernel(name, key):
                     library.impl(
                         name, _replacement(name, key), key, with_keyset=True, allow_override=True
                     )

@@ -140,14 +140,6 @@ def _on_accelerator(device: torch.device, stream: torch.Stream | None) -> Iterat
         yield
 
 
-def keep_random_state() -> contextlib.AbstractContextManager[None]:
-    """Restores the random state of the CPU and of all accelerators at the end of the block."""
-    devices = accelerators()
-    return torch.random.fork_rng(
-        [device.index for device in devices], device_type=devices[0].type if devices else "cpu"
-    )
-
-
 def free_bytes(device: torch.device) -> int:
     """Returns the number of bytes that can still be allocated: free memory, and unused memory of
     torch's caching allocator.

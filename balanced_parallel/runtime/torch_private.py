@@ -53,6 +53,10 @@ __all__ = [
     "TorchDispatchMode",
 ]
 
+# A block that torch's profiler shows as a range of this name. Without a profiler it costs nothing:
+# torch.profiler.record_function calls operators then too.
+profiled = torch._C._profiler._RecordFunctionFast
+
 # Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private
 # functions.
 
@@ -319,6 +323,25 @@ def without_hooks(tensors: Iterable[Tensor]) -> contextlib.ExitStack:
         stack.callback(table.update, table.copy())
         table.clear()
     return stack
+
+
+def skip_missing_gradients(tensors: Iterable[Tensor]) -> None:
+    """Keeps hooks of ``tensors`` from missing gradients. A reducer reaches unused parameters too."""
+    for tensor in tensors:
+        table = hooks_of(tensor)[0] or {}
+        for number, hook in table.items():
+            if not isinstance(hook, _HookOfGradient):
+                table[number] = _HookOfGradient(hook)
+
+
+class _HookOfGradient:
+    """A hook that is called with gradients alone, as in a program without a reducer."""
+
+    def __init__(self, hook: Callable[..., object]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: Tensor | None) -> object:
+        return None if gradient is None else self.hook(gradient)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import (
 from ..replicas.module_tree import class_of, find_blocks
 from ..runtime import torch_private
 from ..runtime.random_numbers import RandomState
-from ..runtime.torch_private import buffers_of, children_of, parameters_of, versions
 from ..runtime.values import check_type
 
 EXPECTED = "expected names of named_modules(): blocks=['encoder', 'decoder']"
@@ -79,7 +78,7 @@ def _segment_places(module: nn.Module, segments: int) -> list[tuple[int, int]]:
     """Returns the places of the modules in each segment of an ``nn.Sequential`` but the last, which
     stays as it is.
     """
-    size = len(children_of(module)) // segments
+    size = len(torch_private.children_of(module)) // segments
     return [(start, start + size) for start in range(0, size * (segments - 1), size)]
 
 
@@ -155,7 +154,7 @@ def checkpoint_activations(
             raise ValueError(f"blocks={blocks!r} is empty, {EXPECTED}")
     modules = dict(module.named_modules(remove_duplicate=False))
     segments = dict.fromkeys(names, 1) or {
-        name: max(2, round(math.sqrt(len(children_of(child)))))
+        name: max(2, round(math.sqrt(len(torch_private.children_of(child)))))
         for name, child in outermost_sequentials(module).items()
     }
     if not segments:
@@ -187,7 +186,7 @@ def outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:
         if (
             is_outermost
             and type(child).forward is nn.Sequential.forward
-            and len(children_of(child)) > 1
+            and len(torch_private.children_of(child)) > 1
         ):
             sequentials[name] = child
     return sequentials
@@ -231,13 +230,13 @@ def run_checkpointed(
     # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional
     # arguments only.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    before = versions(tensors)
+    before = torch_private.versions(tensors)
     rerun = _Rerun(modules, tensors, selective)
     contexts = rerun.first_run(), rerun
     outputs = checkpoint(
         run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
     )
-    if versions(tensors) != before:
+    if torch_private.versions(tensors) != before:
         raise RuntimeError(
             f"{name} writes to its input in place, so its forward cannot run again: set inplace=False on the module that does"
         )
@@ -261,13 +260,14 @@ class _Rerun:
         if selective:
             self._first.respect_saved_tensors_hooks = False
         owners = dict.fromkeys(owner for module in modules for owner in module.modules())
-        self._owners = [(owner, buffers_of(owner)) for owner in owners if buffers_of(owner)]
+        buffers = [(owner, torch_private.buffers_of(owner)) for owner in owners]
+        self._owners = [(owner, named) for owner, named in buffers if named]
         # An argument may be an object with tensors, and a layer on another device than the
         # arguments.
         parameters = [
             parameter
             for owner in owners
-            for parameter in parameters_of(owner).values()
+            for parameter in torch_private.parameters_of(owner).values()
             if parameter is not None
         ]
         self._random = RandomState([tensor.device for tensor in (*tensors, *parameters)])
@@ -290,11 +290,11 @@ class _Rerun:
             # on the values.
             else:
                 self._written += [(buffers, name, None) for buffers, name, _ in named]
-        now = versions([buffer for _, _, buffer, _ in before])
+        now = torch_private.versions([buffer for _, _, buffer, _ in before])
         with self._first:
             yield
         for version, (buffers, name, buffer, value) in zip(now, before, strict=True):
-            if buffers.get(name) is not buffer or versions([buffer]) != [version]:
+            if buffers.get(name) is not buffer or torch_private.versions([buffer]) != [version]:
                 self._written.append((buffers, name, value))
         self._random.end()
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
 from ..loss.rules import add_loss
-from ..runtime.torch_private import keeps_graph
+from ..runtime import torch_private
 
 
 class LinearCrossEntropy(nn.Module):
@@ -203,7 +203,7 @@ class _Chunked(torch.autograd.Function):
             )
         (gradient,) = gradients
         if ctx.is_sum:
-            multiply = torch.mul if keeps_graph() else Tensor.mul_
+            multiply = torch.mul if torch_private.keeps_graph() else Tensor.mul_
             computed = [
                 None if saved is None else multiply(saved, gradient) for saved in ctx.saved_tensors
             ]

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..runtime import torch_private
 from ..runtime.devices import current_stream, on_device
-from ..runtime.torch_private import StorageReference, base_of, is_sharded, map_tensors, versions
 from ..runtime.values import parse_bytes
 
 AHEAD = 2
@@ -67,7 +67,7 @@ class Host:
 
     def refer(self, storage: torch.UntypedStorage) -> Hashable:
         """Returns a key for a storage, which does not keep its memory."""
-        return StorageReference(storage)
+        return torch_private.StorageReference(storage)
 
     def empty(self, tensor: Tensor) -> Tensor:
         """Allocates pinned memory for a copy of a tensor."""
@@ -126,7 +126,7 @@ class Stored:
         self.overwritten = False  # True if it was written to before the copy was complete
         # It keeps the storage, and shares the version counter.
         self._saved: Tensor | None = tensor.detach()
-        self._version = versions([tensor])
+        self._version = torch_private.versions([tensor])
         self._loaded: torch.Event | None = None
         self._on_device: Tensor | None = link.host.bytes_of(tensor)
         self._host = link.host.empty(self._on_device)
@@ -136,7 +136,7 @@ class Stored:
         """Gives the memory of the device back."""
         assert self._saved is not None
         self._stream.wait_event(self._copied)
-        self.overwritten = versions([self._saved]) != self._version
+        self.overwritten = torch_private.versions([self._saved]) != self._version
         self._saved = self._on_device = None
 
     def load(self, stream: torch.Stream) -> Tensor:
@@ -221,7 +221,7 @@ class Offload:
         Returns one that stays with its version.
         """
         stream = self.host.stream_of(tensor.device)
-        (version,) = versions([tensor])
+        (version,) = torch_private.versions([tensor])
         if stream is None or self.stays(tensor):
             return tensor.detach(), version  # an output of a node would keep its node alive
         key = self.host.refer(tensor.untyped_storage()), version
@@ -239,7 +239,8 @@ class Offload:
         """Hook that autograd calls when it needs a saved tensor."""
         if not isinstance(saved, Offloaded):
             tensor, version = saved
-            if versions([tensor]) != [version]:  # torch does not check tensors with hooks
+            # torch does not check tensors with hooks.
+            if torch_private.versions([tensor]) != [version]:
                 raise _modified(tensor.shape)
             return tensor
         if saved.stored.overwritten:
@@ -263,7 +264,7 @@ class Offload:
 
     def stays(self, tensor: Tensor) -> bool:
         """Returns True for a tensor that is not worth a copy, or cannot be copied as bytes."""
-        parameter = isinstance(base_of(tensor), nn.Parameter)
+        parameter = isinstance(torch_private.base_of(tensor), nn.Parameter)
         plain = type(tensor) in self.host.kinds and tensor.layout == torch.strided
         if parameter or not plain or tensor.is_conj() or tensor.is_neg():
             return True
@@ -312,7 +313,9 @@ def offload_optimizer(optimizer: Optimizer) -> None:
             "torch.optim.AdamW: a BalancedOptimizer spreads its state over the devices"
         )
     if any(
-        is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        torch_private.is_sharded(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     ):
         raise TypeError(
             "the parameters are shards of FSDP2, expected whole ones: the ranks share the state already"
@@ -397,7 +400,7 @@ class HostStep:
         _replace(optimizer, self._copies)
         for copy in self._copies.values():
             if copy in optimizer.state:
-                optimizer.state[copy] = map_tensors(
+                optimizer.state[copy] = torch_private.map_tensors(
                     lambda tensor: tensor.to(self.host.device), optimizer.state[copy]
                 )
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import describe
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica, detach_outputs
 from ..batch.rows import (
-    Arguments,
     Batch,
     Cut,
     MicroBatch,
@@ -50,7 +50,7 @@ from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure
 from ..runtime.devices import move, start_copy
-from ..runtime.torch_private import is_compiled
+from ..runtime.torch_private import is_compiled, profiled
 from ..runtime.values import Precision, PrecisionName, forget_gradients, scaled
 from .forward_state import ForwardState
 from .optimizers import ParameterUpdate
@@ -373,13 +373,15 @@ class Accumulation(Attempt):
         with self.sync.accumulating():
             for number, shards in enumerate(before, start=1):
                 # No variable keeps the losses, and their graph, during the next forward.
-                self._backward(
-                    self.forwards.run(shards, compute, run.outputs),
-                    len(plan) - number,
-                    is_last=False,
-                )
+                with profiled("micro-batch"):
+                    self._backward(
+                        self.forwards.run(shards, compute, run.outputs),
+                        len(plan) - number,
+                        is_last=False,
+                    )
         for shards in last:
-            self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
+            with profiled("micro-batch"):
+                self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
 
     def run_again(self, run: BatchRun, loss: CoupledLoss) -> None:
         """Runs a batch in the second of two passes."""
