@@ -41,6 +41,7 @@ from ..batch.rows import (
     spread,
 )
 from ..loss.copies import Calls
+from ..loss.coupled import CoupledLoss
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
@@ -308,6 +309,9 @@ class Accumulation(Attempt):
         weight_before: that of the last update, over everything, or 0.
     """
 
+    # The only micro-batch of an update has no first pass, for a loss of two.
+    takes_one_pass: ClassVar[bool] = True
+
     def __init__(
         self,
         forwards: Forwards,
@@ -379,6 +383,10 @@ class Accumulation(Attempt):
         for shards in last:
             with profiled("micro-batch"):
                 self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
+
+    def run_again(self, run: BatchRun, loss: CoupledLoss) -> None:
+        """Runs a batch in the second of two passes."""
+        self.run(run, self.plan(run), loss.hand_back)
 
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns the shards of each micro-batch. Ranks may have to agree on their number."""
