@@ -378,3 +378,45 @@ def test_a_constant_to_log_is_not_that_of_one_shard(devices):
             step.metrics()
     with pytest.raises(ValueError, match=r"the loss\['rows'\] of .* is not a function of sums"):
         criterion(model(inputs), targets)
+
+
+def test_verify_takes_the_loss_as_a_step_does():
+    net, (inputs, targets) = build_net().double(), batch(0)
+    report = verify(net, total_and_parts, inputs, targets, device_ids=["cpu"] * 3)
+    assert report.equal, report
+
+
+def test_a_loss_with_other_tensors_is_a_loss_alone():
+    head = nn.AdaptiveLogSoftmaxWithLoss(4, 10, [5]).double()
+    loss = DataParallelCriterion(head)(
+        DataParallelModel(nn.Identity(), ["cpu"] * 2)(batch(0)[0]), class_targets(ROWS)
+    )
+    assert loss.shape == ()
+
+
+def test_a_value_of_a_batch_that_is_not_split_needs_no_rule():
+    net, (inputs, targets) = build_net().double(), batch(0)
+    model = DataParallelModel(net, ["cpu"])
+    result = DataParallelCriterion(with_an_unknown_value)(model(inputs), targets)
+    assert result["largest"].item() == pytest.approx(net(inputs).square().amax().item())
+    step = TrainStep(
+        model,
+        DataParallelCriterion(with_an_unknown_value),
+        torch.optim.SGD(net.parameters(), lr=0.0),
+    )
+    step(inputs, targets)
+    assert step.metrics()["largest"] == pytest.approx(result["largest"].item())
+
+
+def test_the_plain_loss_of_several_terms_is_their_sum():
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+
+    def loss(result):
+        return plain_loss(lambda output: result, None, ())
+
+    assert loss(one) is one
+    assert torch.equal(loss(Named(one, two)), two)
+    assert loss((one, two)) == 3
+    assert loss({"a": one, "b": {"c": two}}) == 3
+    with pytest.raises(TypeError, match="type str, expected a tensor with one element"):
+        loss("x")
