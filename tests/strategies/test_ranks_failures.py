@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.fsdp import whole
+from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 from helpers.steps import parallel_step
@@ -228,9 +229,7 @@ def check_failed_plan(rank, strategy):
     model, criterion = parallelize(
         Net(), two_losses, ["cpu"], strategy=strategy, weight={"first": count, "second": count}
     )
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
+    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
     losses, errors = [], []
     for number in range(3):
         with pytest.MonkeyPatch.context() as patch:
