@@ -319,6 +319,25 @@ class LossOfSums(CoupledLoss):
         except Exception:  # noqa: BLE001 - there may be too many rows
             return
         self.compare_sums([*whole, *itertools.chain(*halves)], rows // sum(sizes))
+        constant = _find_constant(pairs)
+
+        def join_others(place: str, values: list[Any]) -> Any:
+            return values[0] if place in constant else join(place, values)
+
+        try:
+            pair = containers.zip_leaves(join_others, pairs)
+            whole = run(pair, sum(sizes), halved=False) if constant else []
+        except Exception:  # noqa: BLE001 - a tensor with rows does not fit to the others
+            return
+        try:
+            self.compare_sums([*whole, *itertools.chain(*halves)] if whole else [])
+        except ValueError as error:
+            places = ", ".join(f"output{place.removeprefix('[0]')}" for place in sorted(constant))
+            self._refuse(
+                f"{places} is the same for all rows, and each shard would add it: expected a value for each row, or a penalty that "
+                "is added to the loss that the criterion returned",
+                error,
+            )
 
     def collect(self, calls: Calls) -> list[Any]:
         """Adds the statistics of a micro-batch in the first pass."""
@@ -455,7 +474,7 @@ class LossOfSums(CoupledLoss):
         times.
         """
         self._check_shapes(samples)
-        for number, place in enumerate(samples[0]):
+        for number, place in enumerate(samples[0] if samples else ()):
             total, *parts = [widen(each[place]).cpu() for each in samples]
             every = torch.stack([total, *(part * times for part in parts)])
             apart = every.sum(0) - total
@@ -490,6 +509,28 @@ class LossOfSums(CoupledLoss):
         raise ValueError(
             f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
         ) from cause
+
+
+def _find_constant(pairs: Sequence[Any]) -> set[str]:
+    """Returns the places of outputs that are the same for all shards, while others are not.
+
+    They have no rows, such as prototypes, or equal ones.
+    """
+    equal: dict[str, bool] = {}
+    constant: set[str] = set()
+
+    def look(place: str, values: list[Any]) -> None:
+        first, *others = map(without_mark, values)
+        if not place.startswith("[0]") or not isinstance(first, Tensor):
+            return
+        equal[place] = all(torch.equal(first, other) for other in others)
+        is_mask = not first.is_floating_point() or bool(((first == 0) | (first == 1)).all())
+        if equal[place] and not is_mask and isinstance(values[0], Along):
+            constant.add(place)
+
+    if len(pairs) > 1:
+        containers.zip_leaves(look, pairs)
+    return set() if all(equal.values()) else constant
 
 
 def _flags(criterion: Any) -> list[bool]:

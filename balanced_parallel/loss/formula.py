@@ -24,13 +24,21 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batch import containers
 from ..replicas.all_rows import sum_over_rows
 from ..runtime.devices import move
-from ..runtime.torch_private import base_of, is_same, is_sharded, storage_id, versions
+from ..runtime.torch_private import (
+    base_of,
+    in_checkpoint,
+    is_same,
+    is_sharded,
+    storage_id,
+    versions,
+)
 from .entries import values_to_log
 from .rules import RULES, arguments_of, divisor, reduction_in
 from .sums import weighted_sum, widen, zero_of
@@ -741,7 +749,10 @@ class SumNotes(TorchFunctionMode):
         result: Tensor
         if mean is not None:
             total, count = mean
-            result = total / count
+            # The recomputation of a checkpoint has the loss alone.
+            hooks = saved_tensors_hooks(_as_it_is, _as_it_is) if in_checkpoint() else None
+            with hooks or contextlib.nullcontext():
+                result = total / count
             key = self._key(function, arguments)
             self._quotient(name, self._add(name, total), count, key, result, is_target=False)
             return result
@@ -850,6 +861,10 @@ class SumNotes(TorchFunctionMode):
                 total = self._add("the loss", weighted_sum(leaf, 1))
                 self._quotient("the loss", total, 1.0, object(), leaf, is_target=False)
                 self._facts[leaf] = self._facts[leaf]._replace(form=_OTHER)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:

@@ -44,6 +44,10 @@ class UnknownMeanError(ValueError):
         return "".join(self.args)
 
 
+class ChangedLossError(UnknownMeanError):
+    """A criterion was a linear combination of sums over one count, and is another function now."""
+
+
 class SumName(NamedTuple):
     """The name of a statistic, equal in all shards."""
 
@@ -83,6 +87,8 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     Raises:
         UnknownMeanError: with ``is_split``, if a loss is not a function of sums over the rows.
     """
+    if is_split:
+        _refuse_parameters(shard.output)
     criterion, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
     targets = shard.targets, shard.kwargs
     notes: SumNotes = shard.notes or SumNotes()
@@ -105,6 +111,16 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     return Noted(result, formula, statistics)
 
 
+def _refuse_parameters(output: object) -> None:
+    """Raises ``ValueError`` for an output that is a parameter, whose sum each shard would add."""
+    for place, leaf in containers.leaves(output, "output"):
+        if isinstance(leaf, nn.Parameter) and leaf.dim():
+            raise ValueError(
+                f"{place} is a parameter of the model of shape {tuple(leaf.shape)}, which has no rows, expected a value for each row, "
+                "as parameter.expand(len(inputs), -1), or a criterion that has the parameter itself"
+            )
+
+
 def single_mean(shard: ShardLoss, least: float) -> LossSum:
     """Returns the :class:`LossSum` of a criterion that is a linear combination of sums over one
     count, whose lower bound is ``least``.
@@ -119,10 +135,10 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
     _refuse_totals(noted.result, formula)
     mean = formula.mean_of(formula.losses)
     if mean is None or mean.bound != least:
-        raise UnknownMeanError(
-            f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the first batch: "
+        raise ChangedLossError(
+            f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the batches before: "
             f"{formula.text_of(formula.losses)}",
-            f"; {_ALWAYS}, a function (output, *targets) -> scalar",
+            f"; {_ALWAYS}, a function (output, *targets) -> scalar; or make another TrainStep where the loss changes",
         )
     devices = (each.value.device for each in noted.statistics if isinstance(each.value, Tensor))
     sums = noted.tensors(next(devices))
@@ -292,7 +308,8 @@ class LossOfMeans(LossOfSums):
 
     def _learns(self, place: Any) -> bool:
         """Returns True for the sums of losses that have a gradient."""
-        return self._is_of_loss[place.number]
+        is_of_loss: bool = self._is_of_loss[place.number]
+        return is_of_loss
 
     @functools.cached_property
     def _is_of_loss(self) -> list[bool]:
