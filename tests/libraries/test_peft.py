@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
 

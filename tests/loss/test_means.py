@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
     LOSSES,
@@ -15,6 +16,7 @@ from helpers.problems import (
 from helpers.slow import slow_but
 from helpers.steps import still_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -403,7 +405,7 @@ def test_other_ways_to_write_sums_of_means_are_exact(name):
     if isinstance(expected, dict):
         assert (result["b"], result["c"], result["d"]) == (None, 0, 2)
         result, expected = result["a"], expected["a"]
-    torch.testing.assert_close(result, expected.reshape(()))
+    assert_close(result, expected.reshape(()))
 
 
 def count_forwards(criterion, micro_batch_size=2, devices=2):
@@ -464,7 +466,7 @@ def test_a_bounded_count_has_its_bound_in_one_pass():
         torch.tensor([2, 2] + [0] * 6),
         torch.zeros(8, dtype=torch.long),
     ):
-        torch.testing.assert_close(step(inputs, target), loss(net(inputs), target).detach())
+        assert_close(step(inputs, target), loss(net(inputs), target).detach())
     assert (step._kind.passes, step._kind.least) == (1, 5)
 
 
@@ -574,9 +576,7 @@ def test_the_host_waits_for_no_device_after_the_first_updates(by_hand, updates):
         else:
             criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target))
             batch = inputs.pin_memory(), target.pin_memory()
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2
-        )
+        step = TrainStep(model, criterion, sgd(net), micro_batch_size=2)
         update = (
             (lambda: criterion(model(batch[0]), batch[1]).backward())
             if by_hand
