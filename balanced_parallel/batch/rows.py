@@ -315,7 +315,7 @@ class ParallelModel(nn.Module):
 def has_number(output: object) -> bool:
     """Returns True if an output has a number, which may be a loss that the model computes."""
     tensors = containers.tensors_in(output)
-    return any(not tensor.dim() and tensor.is_floating_point() for tensor in tensors)
+    return any(tensor.numel() == 1 and tensor.is_floating_point() for tensor in tensors)
 
 
 NOTHING = Arguments((), {})

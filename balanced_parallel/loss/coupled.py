@@ -209,10 +209,7 @@ class LossOfSums(CoupledLoss):
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(calls)
         self._add(parts)
-        return self.finish(parts[0].nothing)
-
-    def finish(self, nothing: Tensor) -> Any:
-        """Returns the loss of all statistics, with the graph of ``nothing``. Every rank calls this."""
+        nothing = parts[0].nothing
         if not self._sum_over_ranks(nothing):
             raise ValueError(
                 "the batch has no rows, expected one at least: there are no statistics"
@@ -278,9 +275,11 @@ class LossOfSums(CoupledLoss):
             statistics = self._halve(output, shard)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - it may raise anything
+        except Exception as error:
             if output.sizes[0] == 1:
                 return
+            if reason := repeated_rows(output, output.sizes, output.dim):
+                raise ValueError(f"{reason}; or pass flat targets too") from error
             self._refuse(
                 f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}",
                 error,

@@ -234,10 +234,15 @@ class Formula:
         return ", ".join(_text(self.entries[place], texts) for place in places)
 
     def mean_of(self, places: Sequence[str]) -> Form | None:
-        """Returns the sum of some entries, or None if it is no linear combination over one count."""
+        """Returns the sum of some entries, or None if it is no linear combination over one count.
+
+        A sum that has a gradient is no count: weights that a model learns, for example.
+        """
         form = _add([self.forms[place] for place in places])
         is_bounded = form.has_constant and bool(form.least)
-        return form if form.kind in ("sum", "mean") and not is_bounded else None
+        learns = any(each.learns for each in self.inputs if each.number == form.place)
+        is_known = form.kind == "sum" or (form.kind == "mean" and not learns)
+        return form if is_known and not is_bounded else None
 
 
 def move_to(tensor: Tensor, device: torch.device | None) -> Tensor:
@@ -559,6 +564,7 @@ class SumNotes(TorchFunctionMode):
         name, tensors, level = call.name, call.tensors, call.level
         is_new = name in _NEW and len(tensors) == 1
         is_created = result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS))
+        is_created = is_created or name == "eye"  # Nothing is written to one, in a penalty.
         if is_created or (tensors and level == _OF_NOTHING):
             return _FIXED._replace(text=self._text(name, call.values[int(is_new) :]))
         if not tensors:
@@ -669,8 +675,8 @@ class SumNotes(TorchFunctionMode):
     def _add(self, kind: str, value: Any, key: Hashable = None) -> int:
         """Notes a statistic. Returns its place."""
         number = next(self._numbers)
-        has_gradient = isinstance(value, Tensor) and value.requires_grad
-        learns = has_gradient or not self._has_graph
+        learns = isinstance(value, Tensor) and value.is_floating_point()
+        learns = learns and (value.requires_grad or not self._has_graph)
         self.statistics.append(Statistic(kind, value, number, key, learns=learns))
         return number
 
@@ -775,11 +781,16 @@ class SumNotes(TorchFunctionMode):
 
     def formula(self, result: Any) -> tuple[Formula, list[Statistic]]:
         """Returns the formula of the result of the criterion, and its statistics."""
+        logged = values_to_log(result)
+        beside = {id(leaf) for name, leaf in containers.leaves(result) if name in logged}
 
         def place(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
-            is_known = leaf.numel() == 1 and self._of(leaf).level <= _OF_SUMS
+            facts = self._of(leaf)
+            # A constant to log may be the number of rows of a shard.
+            is_fixed = facts.number is None and id(leaf) in beside
+            is_known = leaf.numel() == 1 and facts.level <= _OF_SUMS and not is_fixed
             return self._place(leaf) if is_known else Unknown()
 
         structure = containers.map_leaves(place, result)
@@ -799,7 +810,7 @@ class SumNotes(TorchFunctionMode):
             [*map(self._described, statistics)],
             {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
-            values_to_log(result),
+            logged,
         )
         return formula, statistics
 

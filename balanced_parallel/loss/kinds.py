@@ -68,6 +68,10 @@ Divisor = (
 )
 SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 _HOST = torch.device("cpu")
+_LEARNED = (
+    "weight= returned a tensor with a gradient, expected a divisor without one: leave weight= out for a criterion that is a "
+    "function of sums over the rows, as (w * errors).sum() / w.sum(); detach() the weights if the criterion does"
+)
 
 
 class Kind(abc.ABC):
@@ -384,10 +388,11 @@ class WeighedMean(_Mean):
             bounds = bounds_of(0.0, 1.0)
         return _weighted(means, weights, bounds, "the loss")
 
-    @torch.no_grad()
     def _read(self, shards: Sequence[ShardLoss]) -> list[Any]:
         """Returns the weights of several shards as numbers. The host waits once at most."""
         weighed = [call_weight(self.settings.weight, shard) for shard in shards]
+        if any(tensor.requires_grad for tensor in containers.tensors_in(weighed)):
+            raise ValueError(_LEARNED)
         numbers = iter(flat_weights(weighed))
         weights: list[object] = map_weights(lambda _: next(numbers), weighed)
         return weights

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica
 from ..batch.rows import NOTHING, ParallelModel, Shard
 from ..runtime.collectives import world_size
 from ..runtime.devices import move
@@ -49,12 +48,9 @@ class SumName(NamedTuple):
     """The name of a statistic, equal in all shards."""
 
     number: int
-    role: str  # "total", "count", or "number" for a value beside the loss
+    role: str  # "total" or "count"
     kind: str  # the function that computes it
     text: str  # the losses
-
-
-_ROWS = SumName(-1, "rows", "", "")
 
 
 class Noted(NamedTuple):
@@ -64,9 +60,11 @@ class Noted(NamedTuple):
     formula: Formula
     statistics: Sequence[Statistic]
 
-    def names(self) -> list[SumName]:
-        """Returns the names of the sums."""
-        text = self.formula.text_of(self.formula.losses)
+    def names(self, *, with_numbers: bool = False) -> list[SumName]:
+        """Returns the names of the sums. Numbers to log may be part of their text."""
+        entries = self.formula.entries.items()
+        numbers = [place for place, leaf in entries if isinstance(leaf, (int, float))]
+        text = self.formula.text_of(self.formula.losses + numbers * with_numbers)
         roles = ("total" if each.key is None else "count" for each in self.statistics)
         return [
             SumName(number, role, each.kind, text)
@@ -269,7 +267,7 @@ class LossOfMeans(LossOfSums):
         return ranks
 
     def _sums(self) -> list[Tensor]:
-        return [total for name, total in self._total.items() if name.role in ("total", "count")]
+        return [*self._total.values()]
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
         """Returns a loss for each part.
@@ -294,7 +292,7 @@ class LossOfMeans(LossOfSums):
 
     def _learns(self, place: Any) -> bool:
         """Returns True for the sums of losses that have a gradient."""
-        return place.role in ("total", "count") and self._is_of_loss[place.number]
+        return self._is_of_loss[place.number]
 
     @functools.cached_property
     def _is_of_loss(self) -> list[bool]:
@@ -318,16 +316,12 @@ class LossOfMeans(LossOfSums):
                 logged[place] = LossSum(weighted_sum(leaf, 1).detach(), 1.0)
         return logged
 
-    def finish(self, nothing: Tensor) -> Any:
-        """Returns the loss of all statistics, as in :class:`LossOfSums`."""
+    def value(self, calls: Calls) -> Any:
+        """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         self._is_by_hand = True
-        result = super().finish(nothing)
-        numbers = {name.kind: self._total[name] for name in self._total if name.role == "number"}
+        result = super().value(calls)
         for place, leaf in containers.leaves(result):
-            differs = place in numbers and not bool(
-                (numbers[place] / self._total[_ROWS]).isclose(torch.tensor(leaf).to(numbers[place]))
-            )
-            if isinstance(leaf, Unknown) or differs:
+            if isinstance(leaf, Unknown):
                 _refuse_unknown(self.copies.criterion, place)
 
         def move_leaf(leaf: Any) -> Any:
@@ -349,13 +343,8 @@ class LossOfMeans(LossOfSums):
                 noted = note_sums(shard._replace(output=output))
         else:
             noted = note_sums(shard, is_split=self.is_split)
-        names = noted.names()
+        names = noted.names(with_numbers=self._is_by_hand)
         tensors = dict(zip(names, noted.tensors(nothing.device), strict=True))
-        for place, leaf in noted.formula.entries.items():
-            if isinstance(leaf, (int, float)):
-                name = SumName(len(tensors), "number", place, names[0].text if names else "")
-                tensors[name] = add_up([float(leaf * shard.rows)], nothing.device)
-                tensors[_ROWS] = add_up([float(shard.rows)], nothing.device)
         return ShardStatistics(tensors, noted.formula, nothing)
 
     def _finish(self) -> Any:
@@ -415,18 +404,6 @@ class LossOfMeans(LossOfSums):
             parts.append((part.tensors, rows))
         return parts
 
-    def _sample(self, output: PerReplica, shard: Shard) -> None:
-        refuse_coupled(self.copies.criterion)
-        super()._sample(output, shard)
-
-    def compare_sums(self, samples: Sequence[dict[Any, Tensor]], times: int = 1) -> None:
-        """Compares the sums, without numbers beside the loss."""
-        sums = []
-        for sample in samples:
-            names = [name for name in sample if name.role in ("total", "count")]
-            sums.append({name: sample[name] for name in names})
-        super().compare_sums(sums, times)
-
     def _kind(self, place: Any) -> Hashable:
         kind: str = place.kind
         return kind
@@ -441,6 +418,7 @@ class LossOfMeans(LossOfSums):
                 refuse_formulas(first, other)
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        refuse_coupled(self.copies.criterion)
         is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
         of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
         advice = _COUNTS if is_of_number else of_rows
@@ -457,7 +435,7 @@ def refuse_formulas(first: str, other: str) -> NoReturn:
     )
 
 
-_ALWAYS = "expected the same means times the same numbers for all rows: compute each always, or give weight="
+_ALWAYS = "expected the same means times the same numbers for all rows: compute each always, log no number of rows, or give weight="
 _COUNTS = (
     ", expected a number that follows from the sizes of the rows, as len(errors) does: for a count of some rows, divide by a "
     "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "

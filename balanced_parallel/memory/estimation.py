@@ -25,6 +25,7 @@ from .problem import LossFunction, Problem, Request
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
 from .trace.layouts import LAYOUTS, OptimizerChoice, wrap
+from .trace.quantized import FOUR_BITS, is_four_bit
 from .trace.tracer import run_traces
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -52,6 +53,8 @@ def estimate(
     whole_gradients: bool = False,
     expandable_segments: bool = False,
     mode: str = "train",
+    keeps_outputs: bool = False,
+    keeps_gradients: bool | None = None,
 ) -> MemoryReport:
     """Predicts the memory of an update on each device.
 
@@ -92,8 +95,12 @@ def estimate(
             ``PYTORCH_ALLOC_CONF=expandable_segments:True`` makes it.
         mode: ``"train"``, or ``"evaluate"``: ``criterion(module(inputs), targets)`` after
             ``module.eval()`` under ``torch.no_grad()``, without gradients and an optimizer.
-            Outputs are released after the loss of their forward, and stay on their devices: those
-            that a program keeps or gathers are not counted.
+            Outputs stay on their devices: those that a program gathers are not counted.
+        keeps_outputs: a variable of the loop has the outputs until the next forward has returned.
+            Otherwise they are released after their loss. The report tells the difference.
+        keeps_gradients: the loop calls ``zero_grad()`` after the forward, and not before. ``None``
+            is True with ``layout="single"`` and one micro-batch, as in most loops, and False
+            elsewhere, as in :class:`TrainStep`.
 
     Raises:
         ValueError: a setting is out of its range; the inputs have no rows; the memory of an
@@ -121,6 +128,8 @@ def estimate(
         whole_gradients=whole_gradients,
         expandable_segments=expandable_segments,
         mode=mode,
+        keeps_outputs=keeps_outputs,
+        keeps_gradients=keeps_gradients,
     )
     return make_report(request, -(-request.rows // request.micro_batches))
 
@@ -147,6 +156,8 @@ def make_request(
     whole_gradients: bool = False,
     expandable_segments: bool = False,
     mode: str = "train",
+    keeps_outputs: bool = False,
+    keeps_gradients: bool | None = None,
 ) -> Request:
     """Checks the arguments of :func:`estimate`, and makes a request of them.
 
@@ -184,6 +195,8 @@ def make_request(
         savings=sorted_names(savings),
         whole_gradients=whole_gradients,
         mode=mode,
+        keeps_outputs=keeps_outputs,
+        keeps_gradients=layout == "single" if keeps_gradients is None else keeps_gradients,
     )
 
 
@@ -212,17 +225,19 @@ def _check_layout(
 
 
 def _refuse_quantized(module: nn.Module) -> None:
-    """Raises :class:`UnknownMemory` for weights of bitsandbytes and torchao, whose kernels no trace
-    knows.
+    """Raises :class:`UnknownMemory` for weights of bitsandbytes and torchao, but for those of four
+    bits of bitsandbytes: no trace knows their kernels.
     """
     for name, part in module.named_modules():
+        if is_four_bit(part):
+            continue
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
             kind = type(tensor)
             if kind.__module__.startswith(("bitsandbytes", "torchao")):
                 raise UnknownMemory(
                     f"{name} ({type(part).__name__}) has a weight of {kind.__module__}.{kind.__name__}, and the memory of its "
                     "kernels is not known: give the model before its quantization, with the plain weights in bf16, which "
-                    "needs more; a 4-bit weight takes a quarter of their bytes, an 8-bit weight half"
+                    "needs more, or with 4-bit layers of bitsandbytes, which are known"
                 )
 
 
@@ -319,13 +334,33 @@ def _assumed(request: Request, lines: Lines, rows: int) -> dict[str, str]:
             assumed["recurrent layers"] = RECURRENT_LAYERS
         if "aten.convolution" in operators:
             assumed["convolutions"] = CONVOLUTIONS
-    late = lines.allocated_late(0, rows) if request.micro_batches == 1 else 0
-    if late > lines.allocated(0, rows):
-        assumed["zero_grad"] = (
-            f"assumed: before the forward. After it, device 0 has {format_bytes(late)} of tensors"
-        )
+    if request.micro_batches == 1 and request.mode == "train":
+        assumed |= _assumed_of_loop(request, lines, rows)
+    if any(map(is_four_bit, request.module.modules())):
+        assumed["4-bit weights"] = FOUR_BITS
     if any(map(is_compiled, request.module.modules())):
         assumed["compiled"] = _COMPILED
+    return assumed
+
+
+def _assumed_of_loop(request: Request, lines: Lines, rows: int) -> dict[str, str]:
+    """Returns what a loop is assumed to keep, and what it needs if it keeps more."""
+    assumed = {}
+    if request.keeps_gradients:
+        assumed["zero_grad"] = (
+            "assumed: after the forward; a loop that calls it before has keeps_gradients=False"
+        )
+    elif more := lines.more_if_kept(0, rows, lambda block: block.kind == "gradients"):
+        assumed["zero_grad"] = (
+            f"assumed: before the forward; a loop that calls it after needs {format_bytes(more)} more"
+        )
+    if not request.keeps_outputs and (
+        more := lines.more_if_kept(0, rows, lambda block: block.is_output)
+    ):
+        assumed["outputs"] = (
+            "assumed: released after the loss; a loop that keeps them until the next forward needs "
+            f"{format_bytes(more)} more (keeps_outputs=True)"
+        )
     return assumed
 
 

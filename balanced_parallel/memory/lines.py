@@ -108,16 +108,20 @@ class Lines:
         """Returns the maximum of bytes in use in the second update."""
         return int(self.levels(device, rows).max())
 
-    def allocated_late(self, device: int, rows: int) -> int:
-        """Returns the maximum of bytes in use if gradients of the update before are released after
-        the forward.
+    def more_if_kept(self, device: int, rows: int, is_kept: Callable[[Block], bool]) -> int:
+        """Returns how much higher the peak is if a loop keeps some blocks of an update until the
+        backward of the next.
         """
-        events = self._events[: self.first.marks.get("backward", 0)]
-        numbers = np.abs(events) - 1
-        is_gradient = np.array([block.kind == "gradients" for block in self.first.blocks])
+        numbers = np.abs(self._events) - 1
+        mask = np.array([is_kept(block) for block in self.first.blocks])[numbers]
         sizes, _ = self._sums(device, rows)
-        extra = np.cumsum(sizes[numbers] * (is_gradient[numbers] & (events < 0)))[self.start :]
-        return int((self.levels(device, rows)[: len(extra)] + extra).max(initial=0))
+        released = sizes[numbers] * (mask & (self._events < 0))
+        extra = np.cumsum(released)
+        backward = self.first.marks["backward"]
+        is_first = numbers < self._events[: self.start].max(initial=0)
+        extra[backward:] -= (released * is_first)[:backward].sum()
+        levels = self.levels(device, rows)
+        return int((levels + extra[self.start :]).max() - levels.max())
 
     def allocated_by_device(self, rows: int) -> tuple[int, ...]:
         """Returns the maximum of bytes in use on each device."""

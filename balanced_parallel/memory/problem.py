@@ -66,6 +66,7 @@ class Layout(Protocol):
     parameters: list[nn.Parameter]
     replicas: Sequence[Any] = ()  # The model has some, and the criterion.
     optimizers: list[Optimizer]
+    outputs_of_loop: Sequence[object] = ()  # what the last forward returned, as a loop keeps it
     inner_optimizers: list[Optimizer]  # They are those of torch, also inside of balanced ones.
 
     def __init__(self, request: "Request", module: nn.Module, criterion: LossFunction) -> None: ...
@@ -167,6 +168,8 @@ class Request:
     update_rows: int | None = None  # over all devices of a process; None for those of the batch
     whole_gradients: bool = False  # FSDP keeps them until the last micro-batch.
     mode: str = "train"
+    keeps_outputs: bool = False  # The loop has them until the next forward.
+    keeps_gradients: bool = False  # The loop clears them behind the forward.
     # Each gradient has a bucket with 0, so that blocks repeat. The memory lacks that of some buckets.
     bucket_bytes: int | None = None
 

@@ -17,7 +17,8 @@ from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
 from ..batch.rows import NOTHING, Batch, Noting, ParallelModel, Shard, move_arguments
-from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
+from ..runtime.collectives import OnCollective, refuse_renorm
+from ..runtime.devices import DeviceLike, Devices, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import children_of, profiled
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
@@ -141,6 +142,8 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         self.dim = self.out_dims = dim
         self.gather_outputs = False
         self._warned = False
+        # Methods that have run on several devices, and the mode of the module.
+        self._ran: set[tuple[str | None, bool]] = set()
         self.device_ids = [0 if device.index is None else device.index for device in devices]
         self.src_device_obj = devices[0]
 
@@ -227,10 +230,30 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             tree = self.replicas.tree  # always there if several replicas run
             parts = [] if tree is None else tree.modules
             meets = [isinstance(part, (AllRowsBatchNorm, SumOverRows)) for part in parts]
-            outputs = self.replicas.run(work, devices, together=any(meets))
+            kind = method, module.training
+            if len(devices) == 1 or kind in self._ran:
+                outputs = self.replicas.run(work, devices, together=any(meets))
+            else:
+                outputs = self._run_first(kind, work, devices, together=any(meets))
         if self.noting is not None:
             return self._open(self.noting, outputs, sizes)
         return PerReplica(outputs, sizes, self.out_dims)
+
+    def _run_first(
+        self, kind: tuple[str | None, bool], work: Any, devices: Devices, *, together: bool
+    ) -> list[Any]:
+        """Runs the first forward of a method on several devices.
+
+        It shows whether each device would rescale rows of a weight.
+        """
+        tree = self.replicas.tree
+        is_watched = tree is not None and not (tree.is_compiled or tree.rescaled)
+        names: set[str] = set()
+        with OnCollective(names.add) if is_watched else contextlib.nullcontext():
+            outputs = self.replicas.run(work, devices, together=together)
+        refuse_renorm(names)
+        self._ran.add(kind)
+        return outputs
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
         """Runs rows on the first device."""

@@ -325,6 +325,25 @@ def without_hooks(tensors: Iterable[Tensor]) -> contextlib.ExitStack:
     return stack
 
 
+def skip_missing_gradients(tensors: Iterable[Tensor]) -> None:
+    """Keeps hooks of ``tensors`` from missing gradients. A reducer reaches unused parameters too."""
+    for tensor in tensors:
+        table = hooks_of(tensor)[0] or {}
+        for number, hook in table.items():
+            if not isinstance(hook, _HookOfGradient):
+                table[number] = _HookOfGradient(hook)
+
+
+class _HookOfGradient:
+    """A hook that is called with gradients alone, as in a program without a reducer."""
+
+    def __init__(self, hook: Callable[..., object]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: Tensor | None) -> object:
+        return None if gradient is None else self.hook(gradient)
+
+
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Returns a number that all Python objects of a living storage share.
 

@@ -272,6 +272,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         elif reduces and self.record.begin_backward():
             if is_by_hand:
                 refuse_graph()
+                torch_private.skip_missing_gradients(self.record.parameters)
                 torch_private.prepare_reduction(self)
                 # The reducer's callback comes between these two.
                 run_after_backward(lambda: run_after_backward(self._end_by_hand))
@@ -279,6 +280,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
     def _end_by_hand(self) -> None:
         self.record.forget_unused()
+        self.record.separate_gradients()
         self.share_buffers()
 
     def begin_sparse_gradients(self) -> None:
@@ -371,6 +373,17 @@ class BucketRecord(GradientRecord):
         self.buckets = list(
             {id(bucket): bucket for bucket in map(base_of, self._places.values())}.values()
         )
+        self.separate_gradients()
+
+    def separate_gradients(self) -> None:
+        """Gives parameters other tensors of the memory in the buckets.
+
+        ``parameter.grad.data = other`` would give the reducer's own tensor other memory.
+        """
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout == torch.strided:
+                parameter.grad = gradient.data
 
     def _note(self) -> None:
         """Notes the parameters that have a gradient, but for zeros that nothing was added to."""
@@ -546,7 +559,7 @@ class DDPUpdate(RankUpdate):
         torch_private.rebuild_buckets(self._model)
         self._model.record.take_places()
 
-    def tell(self, error: BaseException, *, has_begun: bool) -> None:
+    def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         """Tells the other ranks of a failure, unless they wait in a layer."""
         if has_begun and self._sync.meets_ranks:
             return  # The others wait in a layer.

@@ -96,6 +96,7 @@ class ShardedModel(RankModel):
         self._set_rows(device, **rows)
         # The outputs of a forward that has had no backward, None during both: others wait for it.
         self.outputs: list[TensorWeakRef] | None = []
+        self.forwards = 0
         self.gradients = ShardedGradients(self.group, self.share_buffers)
         without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
         # FSDPModules
@@ -182,6 +183,7 @@ class ShardedModel(RankModel):
         self.outputs = None
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
+        self.forwards += 1
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # The module has its shards again after an evaluation.
             self.gradients.compare_blocks()
@@ -306,6 +308,7 @@ class _FSDPUpdate(RankUpdate):
         self._has_begun = False  # A backward has run.
         self._is_at_end = False  # All ranks have run their last micro-batch.
         self._left = 0  # micro-batches of this batch to come
+        self._forwards_before = 0  # Forwards of the model before this batch.
         self._divisor: Weight = 1.0  # The last backward had it.
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
@@ -313,6 +316,7 @@ class _FSDPUpdate(RankUpdate):
 
     def count_micro_batches(self, count: int) -> int:
         self._ask(2 * count + 1)  # A batch without rows is not the end of this rank.
+        self._forwards_before = self._model.forwards
         return self._left
 
     def _ask(self, number: int) -> int:
@@ -346,9 +350,22 @@ class _FSDPUpdate(RankUpdate):
         self._sync.learn(all_fit=sums.fits == self._ranks)
         return sums
 
-    def tell(self, error: BaseException, *, has_begun: bool) -> None:
-        if not has_begun:  # Later they wait in the blocks of a forward.
+    def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
+        if not has_begun:
             collectives.tell_failure(error, self._group)
+        elif self._model.outputs is not None:  # Otherwise the others wait in a block.
+            self._run_forwards(is_single=is_single)
+            collectives.tell_failure(error)
+
+    def _run_forwards(self, *, is_single: bool) -> None:
+        """Runs the forwards that others wait for, without rows: those of the first of two passes,
+        or the single one.
+        """
+        with torch.set_grad_enabled(is_single):
+            for _ in range(self._left - (self._model.forwards - self._forwards_before)):
+                self._model.forward_without_rows()
+            for _ in () if is_single else self.forwards_without_rows(is_reduced=False):
+                pass
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Forgets the gradients of this rank.

@@ -8,6 +8,7 @@ row in their place, and nothing of it is left but the structure of the output.
 import abc
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypedDict
@@ -28,7 +29,7 @@ from ..replicas.batchnorm import begin_forward, meets_others
 from ..replicas.module_tree import numbers_of
 from ..replicas.replicas import without_trace
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import RENORM, OnCollective, gather_objects
+from ..runtime.collectives import OnCollective, gather_objects, refuse_renorm
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
@@ -73,6 +74,7 @@ class RankModel(ParallelModel):
         self.runs: dict[tuple[str | None, bool], bool] = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
+        self._of_criterion: list[dict[str, Tensor | None]] = []
         self._entries: list[tuple[bool, list[str]]] = []  # Ranks with rows, and what they wrote.
         self.has_advanced = False  # Numbers of a rank without rows, in this update.
         self.has_numbers = any(map(numbers_of, self.module.modules()))
@@ -155,11 +157,7 @@ class RankModel(ParallelModel):
                     stack.callback(unit.register_forward_pre_hook(self._note_whole).remove)
             output = self._run(method, arguments, rows, in_step=in_step)
         self._note_writes()
-        if RENORM in names:
-            raise ValueError(
-                "F.embedding was given max_norm=, and each rank would rescale the rows that it sees, expected None: write "
-                "weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad() after each update"
-            )
+        refuse_renorm(names)
         is_plain = not self.meets_ranks and isinstance(self, DistributedDataParallel)
         self.runs[kind] = is_plain and bool(names)
         if self.runs[kind]:
@@ -203,7 +201,8 @@ class RankModel(ParallelModel):
         ``count`` ranks have had rows; 0 if that is unknown. If some have had none, parameters that
         the forwards of the others write are shared too.
         """
-        tensors = [each for part in self._of_layers for each in part.values() if each is not None]
+        parts = *self._of_layers, *self._of_criterion
+        tensors = [each for part in parts for each in part.values() if each is not None]
         is_full = count == collectives.world_size()
         if tensors or (writes and not is_full):
             entry = self.has_rows, [] if is_full else [*self.written]
@@ -216,6 +215,11 @@ class RankModel(ParallelModel):
                 torch_private.broadcast(tensors, source, group)
         self._entries = []
         self.has_rows = self.has_advanced = False
+
+    def share_state(self, criterion: Any) -> None:
+        """Shares the buffers of a criterion too."""
+        parts = criterion.modules() if isinstance(criterion, nn.Module) else ()
+        self._of_criterion = [*filter(None, map(torch_private.buffers_of, parts))]
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""
@@ -259,6 +263,8 @@ class RankSync(GradientSync):
 
     def __init__(self, model: RankModel, criterion: DataParallelCriterion) -> None:
         self.model = model
+        if criterion.whole:  # It runs on all rows, on each rank that has some of them.
+            model.share_state(criterion.module)
         self._criterion_sums_rows = criterion.copies.collectives.sums_rows
 
     @property
@@ -307,6 +313,7 @@ class GradientRecord:
         # several.
         self.is_by_hand = True
         self._backward: int | None = None
+        _records.add(self)
 
     def run_step(self, backward: Callable[[], None]) -> None:
         """Runs the backward of a step. The ranks do not agree on unused parameters at its end."""
@@ -317,10 +324,22 @@ class GradientRecord:
             self.is_by_hand = True
 
     def begins_backward(self) -> bool:
-        """Returns True once in the running backward: a loss may have several outputs."""
+        """Returns True once in the running backward: a loss may have several outputs.
+
+        Raises ``ValueError`` if the backward has reached another model with one of the parameters.
+        """
         before = self._backward
         self._backward = current_backward_id()
-        return before != self._backward
+        if before == self._backward:
+            return False
+        for other in _records - {self}:
+            both = {*map(id, self.parameters)} & {*map(id, other.parameters)}
+            if other._backward == self._backward and both:
+                raise ValueError(
+                    "two models that parallelize returned share a parameter, and one backward reaches both, which would reduce "
+                    "its gradient twice, expected one model of both modules, in an nn.ModuleDict, or a backward for each model"
+                )
+        return True
 
     def forget_unused(self) -> None:
         """Sets the gradients of parameters that no rank has used to None. All ranks call this.
@@ -333,6 +352,9 @@ class GradientRecord:
         if len(self.used) < len(self.parameters):
             counted = zip(self.parameters, wait().tolist(), strict=True)
             forget_gradients([parameter for parameter, count in counted if not count])
+
+
+_records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()  # Those of all models.
 
 
 class RankUpdate(UpdateSync):

@@ -8,7 +8,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..runtime.torch_private import (
     foreach_multiply_,
     hooks_of,
     is_sharded,
+    local_tensors,
     version_of,
     versions,
 )
@@ -59,11 +60,14 @@ class ParameterUpdate:
         # The gradients after the last add(), with names and version counters.
         self._noted: list[tuple[str, Tensor, int]] = []
         for optimizer in optimizers:
-            if optimizer not in _claims:
-                _claims[optimizer] = _FREE
+            claim = _claims.get(optimizer)
+            if claim is None:
+                _claims[optimizer] = _free_claim(optimizer)
                 # A wrapper of an optimizer may have no hooks, or a plain dict of them.
                 with contextlib.suppress(AttributeError, TypeError):
                     optimizer.register_step_pre_hook(_drop_claimed)
+            elif claim.nodes != count_graph_nodes():
+                _warn_of_others(optimizer, claim)
         owner: dict[int, int] = {}
         for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
             for parameter in _parameters_of(optimizer):
@@ -84,7 +88,8 @@ class ParameterUpdate:
 
     def note_gradients(self) -> None:
         """Notes the gradients of a window that goes on."""
-        _claims.update(dict.fromkeys(self.optimizers, (count_graph_nodes(), weakref.ref(self), 0)))
+        claim = Claim(count_graph_nodes(), weakref.ref(self), 0)
+        _claims.update(dict.fromkeys(self.optimizers, claim))
         gradients = {
             name: parameter.grad
             for name, parameter in self.trained.items()
@@ -98,7 +103,7 @@ class ParameterUpdate:
         """Raises ``RuntimeError`` if noted gradients were cleared, changed or applied, but for those
         that owners have taken, which have another type since.
         """
-        is_applied = _FREE in map(_claims.get, self.optimizers)
+        is_applied = any(_claims[optimizer].is_free for optimizer in self.optimizers)
         for name, gradient, version in self._noted:
             present = self.trained[name].grad
             is_same = present is gradient and versions([gradient]) == [version]
@@ -141,9 +146,8 @@ class ParameterUpdate:
                 parameters = itertools.chain(*[group["params"] for group in optimizer.param_groups])
                 gradients = [each.grad for each in parameters if each.grad is not None]
                 first = weakref.ref(gradients[0] if gradients else self)
-                # Clipping writes once to each. Another backward adds to zeros.
-                most = sum(map(version_of, gradients)) + len(gradients)
-                _claims[optimizer] = count_graph_nodes(), first, most
+                written = sum(map(version_of, gradients))
+                _claims[optimizer] = Claim(count_graph_nodes(), first, written)
         except BaseException:
             if scaler is not None:
                 # the scale it has: this forgets what was unscaled, so the step can be repeated
@@ -189,7 +193,7 @@ class ParameterUpdate:
         if norm is not None and self._skip_above and not norm <= self._skip_above:
             return
         for optimizer in self.optimizers:
-            _claims[optimizer] = _FREE  # the hook lets this step pass
+            _claims[optimizer] = _OWN  # the hook lets this step pass
             try:
                 optimizer.step()
             # SAM has a default for the closure that it needs
@@ -206,11 +210,18 @@ def _unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
         foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
 
 
-# The graph nodes when a TrainStep had made the gradients of an optimizer, the first of these, and
-# the most writes to all of them without another backward. Several steps, and loops by hand, may
-# share optimizers and schedulers, so their states are of the process.
-Claim = tuple[int, Callable[[], object], int]
-_FREE: Claim = (-1, object, 0)  # lets a step pass
+class Claim(NamedTuple):
+    """The gradients of an optimizer that were applied, or are those of a window."""
+
+    nodes: int  # The graph nodes at that time.
+    first: Callable[[], object]  # A weak reference to the first gradient.
+    written: int  # The writes to all of them.
+    is_free: bool = False  # A step by hand may follow: a loop of the user has applied them.
+
+
+_OWN = Claim(-1, object, 0)  # lets a step of TrainStep pass
+# Several steps, and loops by hand, may share optimizers and schedulers, so their states are of the
+# process.
 _claims: weakref.WeakKeyDictionary[Optimizer, Claim] = weakref.WeakKeyDictionary()
 # The epoch after a TrainStep.
 _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
@@ -220,13 +231,12 @@ def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
     """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of
     an old loop.
     """
-    claim = _claims.get(optimizer, _FREE)  # a wrapper of an optimizer is another object
-    if claim is _FREE:
+    claim = _claims.get(optimizer, _OWN)  # a wrapper of an optimizer is another object
+    if claim is _OWN:
         return
-    nodes, first, most = claim
-    gradients = [each.grad for each in _parameters_of(optimizer) if each.grad is not None]
-    is_same = gradients and first() is gradients[0] and sum(versions(gradients)) <= most
-    if is_same or nodes == count_graph_nodes():
+    # Clipping writes once to each. Another backward adds to zeros.
+    is_kept = _is_applied(optimizer, claim, writes=1) or claim.nodes == count_graph_nodes()
+    if is_kept and not claim.is_free:
         optimizer.zero_grad()
         warnings.warn(
             "optimizer.step() was called, but TrainStep steps the optimizer itself, so these gradients are dropped, and nothing "
@@ -234,9 +244,45 @@ def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
             stacklevel=3,
         )
     else:  # an update by hand, which steps its schedulers by hand as well
-        _claims[optimizer] = _FREE
+        _claims[optimizer] = _free_claim(optimizer)
         for scheduler in [scheduler for scheduler in _epochs if scheduler.optimizer is optimizer]:
             del _epochs[scheduler]
+
+
+def _free_claim(optimizer: Optimizer) -> Claim:
+    """Returns the claim of gradients that a loop of the user applies."""
+    gradients = _gradients_of(optimizer)
+    first = weakref.ref(gradients[0] if gradients else optimizer)
+    return Claim(count_graph_nodes(), first, sum(versions(gradients)), is_free=True)
+
+
+def _is_applied(optimizer: Optimizer, claim: Claim, writes: int) -> bool:
+    """Returns True if the gradients of an optimizer are those of a claim, with so many writes to each
+    since then at most.
+    """
+    gradients = _gradients_of(optimizer)
+    if not gradients or claim.first() is not gradients[0]:
+        return False
+    return sum(versions(gradients)) <= claim.written + writes * len(gradients)
+
+
+def _warn_of_others(optimizer: Optimizer, claim: Claim) -> None:
+    """Warns of gradients that an update of TrainStep drops: of a backward since the last step."""
+    if _is_applied(optimizer, claim, writes=0):
+        return
+    gradients = local_tensors(_gradients_of(optimizer))
+    if any(each.layout != torch.strided or bool(each.any()) for each in gradients):
+        warnings.warn(
+            "a backward or clipping has written to gradients since the last step of their optimizer, and this update drops them, "
+            "expected none: return the sum of the losses from one criterion, or run all backwards by hand; else call "
+            "optimizer.zero_grad() before step(...)",
+            stacklevel=7,
+        )
+
+
+def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    parameters = _parameters_of(optimizer)
+    return [each.grad for each in parameters if each.grad is not None]
 
 
 def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:

@@ -46,6 +46,7 @@ class TwoPasses(Attempt):
         self._runs: list[BatchRun] = []
         self._loss: CoupledLoss | None = None
         self._has_begun = False  # The ranks have agreed on the number of passes.
+        self._is_single = False  # All of them have one micro-batch, and run it once.
         self._has_run = False  # The forwards of the first pass are over.
 
     def add(self, run: BatchRun) -> None:
@@ -67,9 +68,9 @@ class TwoPasses(Attempt):
         self._loss = loss = kind.loss(
             self._forwards.copies, home, is_split=self._may_split or not is_single
         ).of_model(self._forwards.model)
-        is_single = bool(self.sync.smallest(is_single))
+        self._is_single = bool(self.sync.smallest(is_single))
         self._has_begun = True
-        if is_single:
+        if self._is_single:
             self._accumulation.run(
                 self._runs[0], self._accumulation.plan(self._runs[0]), self._losses_at_once
             )
@@ -144,7 +145,7 @@ class TwoPasses(Attempt):
         if self._has_run or (self._forwards.copies.collectives.asks and not self._runs):
             tell_failure(error)
         else:
-            self.sync.tell(error, has_begun=self._has_begun)
+            self.sync.tell(error, has_begun=self._has_begun, is_single=self._is_single)
         return self.sync.discard(ElsewhereFailure())
 
 

@@ -81,10 +81,11 @@ class UpdateSync(Protocol):
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all processes."""
 
-    def tell(self, error: BaseException, *, has_begun: bool) -> None:
+    def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         """Tells other processes of a failure, which wait in :func:`gather_objects`.
 
-        They have run forwards before, if this ``has_begun``.
+        They have run forwards before, if this ``has_begun``: those of the first of two passes, or a
+        single one.
         """
         return
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
+from helpers.slow import pairs
 from torch import nn
 
 from balanced_parallel import (
@@ -126,9 +127,7 @@ EXACT = ["nothing", "sum", "root", "penalty", "detector"]
 WAYS = ["by hand", None, 1, 3]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("more", EXACT)
-@pytest.mark.parametrize("devices", [3, 8, None])
+@pytest.mark.parametrize(("more", "way", "devices"), pairs(EXACT, WAYS, [3, 8, None]))
 def test_the_loss_of_a_model_is_exact(more, way, devices):
     losses, parameters = expected_of(more)
     net, *inputs = problem(more)
@@ -142,9 +141,9 @@ def test_the_loss_of_a_model_is_exact(more, way, devices):
             torch.testing.assert_close(found.cpu(), expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("more", ["contrastive", "hardest", "neighbours"])
-@pytest.mark.parametrize("devices", [2, 7])
+@pytest.mark.parametrize(
+    ("more", "way", "devices"), pairs(["contrastive", "hardest", "neighbours"], WAYS, [2, 7])
+)
 def test_a_loss_whose_rows_depend_on_each_other_is_refused(more, way, devices):
     net, *inputs = problem(more)
     model = DataParallelModel(net, ["cpu"] * devices)
@@ -174,10 +173,15 @@ def updates_on_ranks(rank, more, sizes, way, strategy):
     return losses, [each.detach() for each in whole]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("way", ["by hand", None, 1])
-@pytest.mark.parametrize("sizes", [(4, 3), (1, 6), (7, 0)])
-@pytest.mark.parametrize("more", ["nothing", "sum", "root"])
+@pytest.mark.parametrize(
+    ("more", "sizes", "way", "strategy"),
+    pairs(
+        ["nothing", "sum", "root"],
+        [(4, 3), (1, 6), (7, 0)],
+        ["by hand", None, 1],
+        ["ddp", "fsdp"],
+    ),
+)
 def test_the_loss_of_a_model_is_exact_on_ranks(more, sizes, way, strategy):
     losses, parameters = expected_of(more)
     for found, whole in run_ranks(2, updates_on_ranks, more, sizes, way, strategy):
@@ -192,9 +196,9 @@ def refusal_on_ranks(rank, more, sizes, way, strategy):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("way", ["by hand", None])
-@pytest.mark.parametrize("sizes", [(4, 3), (7, 0)])
+@pytest.mark.parametrize(
+    ("sizes", "way", "strategy"), pairs([(4, 3), (7, 0)], ["by hand", None], ["ddp", "fsdp"])
+)
 def test_a_contrastive_loss_of_a_model_is_refused_on_ranks(sizes, way, strategy):
     for text in run_ranks(2, refusal_on_ranks, "contrastive", sizes, way, strategy):
         assert "does not add up over the rows" in text

@@ -88,23 +88,6 @@ def test_step_with_wrong_targets_can_be_repeated_with_the_right_ones(wrong):
     )
 
 
-def test_functions_of_the_targets_divide_several_means():
-    net, inputs = nn.Linear(4, 3), torch.randn(5, 4)
-    outputs = DataParallelModel(net, CPUS)(inputs)
-    expected = losses(net(inputs), Y, T)
-    torch.testing.assert_close(
-        DataParallelCriterion(losses, weight=DIVISORS)(outputs, Y, T), expected
-    )
-    listed = DataParallelCriterion(
-        lambda *given: [*losses(*given).values()], weight=[*DIVISORS.values()]
-    )
-    torch.testing.assert_close(listed(outputs, Y, T), [*expected.values()])
-    with pytest.raises(ValueError, match=r"expected a mean for each weight"):
-        DataParallelCriterion(losses, weight={"b": DIVISORS["b"], "a": DIVISORS["a"]})(
-            outputs, Y, T
-        )
-
-
 @pytest.mark.parametrize("weight", [{}, [], {"a": 1}, ["rows", "rows"], "columns"])
 def test_invalid_weights_raise_an_error(weight):
     with pytest.raises(

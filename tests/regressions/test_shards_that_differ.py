@@ -240,3 +240,249 @@ def test_a_rank_without_rows_refuses_a_later_layer_too(rank):
     with pytest.raises(ValueError, match=r"1\.weight came after parallelize"):
         step(inputs[:rows], target[:rows])
     torch.testing.assert_close(net[0].weight, before, rtol=0, atol=0)
+
+
+def train_by_hand(net, model, criterion, rows, change, updates=4):
+    """Returns the losses of a loop that changes gradients behind each backward."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    losses = []
+    for number in range(updates):
+        torch.manual_seed(number)
+        inputs, target = torch.randn(8, 4).double(), torch.randn(8, 5).double()
+        loss = criterion(model(inputs[rows]), target[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in net.parameters():
+            change(parameter)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assign_data(parameter):
+    parameter.grad.data = parameter.grad.data + 0.01 * parameter.data
+
+
+@on_ranks(2)
+def test_data_of_a_gradient_may_be_assigned(rank):
+    """The gradient was the tensor of the reducer, which then reduced other memory."""
+    plain, net = make_net(), make_net()
+    expected = train_by_hand(plain, plain, nn.MSELoss(), slice(None), assign_data)
+    model, criterion = parallelize(net, nn.MSELoss())
+    found = train_by_hand(net, model, criterion, slice(4 * rank, 4 * rank + 4), assign_data)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@on_ranks(2)
+def test_data_of_a_gradient_may_be_assigned_between_steps(rank):
+    plain, net = make_net(), make_net()
+    model, criterion = parallelize(net, nn.MSELoss())
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (plain, net)]
+    step = TrainStep(model, criterion, optimizers[1], micro_batch_size=2)
+    inputs, target = make_batch()
+    mine = slice(4 * rank, 4 * rank + 4)
+    for _ in range(4):
+        loss = F.mse_loss(plain(inputs), target)
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        torch.testing.assert_close(step(inputs[mine], target[mine]), loss.detach())
+        assign_data(net.weight)
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = make_net()
+        self.unused = make_net()
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@on_ranks(2)
+def test_a_hook_of_a_parameter_is_called_with_gradients_alone(rank, rows):
+    """On a rank without rows it was called with None, and the other rank waited."""
+    plain, net = OneOfTwo(), OneOfTwo()
+    for each in (plain, net):
+        for parameter in each.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+    inputs, target = make_batch()
+    F.mse_loss(plain(inputs), target).backward()
+    model, criterion = parallelize(net, nn.MSELoss())
+    mine = slice(8 - rows, 8) if rank else slice(0, 8 - rows)
+    criterion(model(inputs[mine]), target[mine]).backward()
+    torch.testing.assert_close(net.used.weight.grad, plain.used.weight.grad)
+    assert net.unused.weight.grad is None
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+@on_ranks(2)
+def test_a_layer_of_two_models_is_refused_in_one_backward(rank, rows):
+    """torch's error named a bucket view. A backward for each model is right."""
+    first = make_net()
+    one, other = nn.Sequential(first), nn.Sequential(first, nn.Tanh())
+    model, criterion = parallelize(one, nn.MSELoss())
+    second = parallelize(other)
+    inputs, target = make_batch()
+    mine = slice(8 - rows, 8) if rank else slice(0, 8 - rows)
+    for _ in range(3):
+        first.zero_grad()
+        (F.mse_loss(one(inputs), target) + F.mse_loss(other(inputs), target)).backward()
+        expected = first.weight.grad.clone()
+        first.zero_grad()
+        for each in (model, second):
+            criterion(each(inputs[mine]), target[mine]).backward()
+        torch.testing.assert_close(first.weight.grad, expected)
+    loss = criterion(model(inputs[mine]), target[mine])
+    both = loss + criterion(second(inputs[mine]), target[mine])
+    with pytest.raises(ValueError, match="share a parameter, .* expected one model of both"):
+        both.backward()
+
+
+class LossWithPenalty(nn.Module):
+    """A model whose loss has a penalty on a parameter, which FSDP2 refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = make_net()
+
+    def forward(self, inputs, target):
+        return F.mse_loss(self.layer(inputs), target) + self.layer.weight.square().mean()
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("limit", [None, 2])
+@on_ranks(2)
+def test_a_criterion_may_fail_in_the_first_update_of_shards(rank, rows, limit):
+    """In the first update the rank that had not failed waited until the timeout."""
+    fails = [rank == 0]
+
+    def criterion(output, target):
+        if fails[0]:
+            raise ValueError("the criterion fails")
+        return F.mse_loss(output, target)
+
+    net = nn.Sequential(make_net(), nn.Tanh(), nn.Linear(5, 5).double())
+    model, criterion = parallelize(net, criterion, strategy="fsdp")
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters()), micro_batch_size=limit)
+    inputs, target = make_batch()
+    mine = slice(8 - rows, 8) if rank else slice(0, 8 - rows)
+    text = "1 of 2 ranks failed" if rank else "the criterion fails"
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        step(inputs[mine], target[mine])
+    fails[0] = False
+    losses = [step(inputs[mine], target[mine]) for _ in range(2)]
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@on_ranks(2)
+def test_a_penalty_in_the_loss_of_a_sharded_model_fails_on_all_ranks(rank, limit):
+    """A rank without rows waited until the timeout."""
+    net = LossWithPenalty()
+    model, criterion = parallelize(net, lambda loss: loss, strategy="fsdp")
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters()), micro_batch_size=limit)
+    inputs, target = make_batch(8 * (rank == 0))
+    text = "1 of 2 ranks failed" if rank else "FSDP2 has gathered, as a penalty does"
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        step((inputs, target))
+
+
+class Queue(nn.Module):
+    """A contrastive loss with a queue of earlier keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(5, 5, dtype=torch.float64))
+
+    def forward(self, output, target):
+        logits = output @ torch.cat([target, self.keys]).T
+        with torch.no_grad():
+            self.keys.copy_(torch.cat([self.keys, target])[-5:])
+        return F.cross_entropy(logits, torch.arange(len(output), device=output.device))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("limit", [None, 2])
+@on_ranks(2)
+def test_the_state_of_a_criterion_of_all_rows_is_that_of_all_ranks(rank, strategy, limit):
+    """A rank without rows did not advance its queue, and computed another loss later."""
+    plain, net, queue = make_net(), make_net(), Queue()
+    model, criterion = parallelize(
+        net, DataParallelCriterion(Queue(), whole=True), strategy=strategy
+    )
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (plain, net)]
+    step = TrainStep(model, criterion, optimizers[1], micro_batch_size=limit)
+    for number in range(4):
+        torch.manual_seed(number)
+        inputs, target = torch.randn(6, 4).double(), torch.randn(6, 5).double()
+        loss = queue(plain(inputs), target)
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        rows = slice(6 * (rank != number % 2), 6)
+        torch.testing.assert_close(step(inputs[rows], target[rows]), loss.detach())
+
+
+class Orthogonal(nn.Module):
+    """A model whose loss has a penalty with an identity matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = make_net()
+
+    def forward(self, inputs, target):
+        weight = self.layer.weight
+        identity = torch.eye(4, device=weight.device, dtype=weight.dtype)
+        penalty = (weight.T @ weight - identity).square().mean()
+        return F.mse_loss(self.layer(inputs), target) + penalty
+
+
+class OneElement(Orthogonal):
+    """Returns its loss as a vector, as ``nn.DataParallel`` needs it."""
+
+    def forward(self, inputs, target):
+        return super().forward(inputs, target).unsqueeze(0)
+
+
+@pytest.mark.parametrize("kind", [Orthogonal, OneElement])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_loss_of_a_model_may_have_a_constant_matrix_or_one_element(kind, devices):
+    """Both were refused by hand: "The rows depend on each other"."""
+    net, batch = kind(), make_batch()
+    expected = net(*batch).sum()
+    expected.backward()
+    gradient = net.layer.weight.grad.clone()
+    net.zero_grad()
+    model = DataParallelModel(net, ["cpu"] * devices)
+    loss = DataParallelCriterion(lambda loss: loss.mean())(model(*batch))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(net.layer.weight.grad, gradient)
+    step = step_of(net, lambda loss: loss.mean(), ["cpu"] * devices, 2)
+    torch.testing.assert_close(step(batch), expected.detach())
+
+
+class Flat(nn.Module):
+    """Returns the tokens of all rows in one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 5).double()
+
+    def forward(self, inputs):
+        return self.layer(inputs.view(-1, 2))
+
+
+def test_tokens_of_rows_in_one_dimension_are_an_error_of_their_own():
+    """It began with "does not add up over the rows" and ended with "The rows depend on each other"."""
+    net, inputs = Flat(), make_batch(7)[0]
+    target = torch.arange(14).view(7, 2) % 5
+    step = step_of(net, lambda output, target: F.cross_entropy(output, target.view(-1)))
+    with pytest.raises(ValueError, match=r"^output has \[8\] rows for \[4\] .* flat targets too$"):
+        step(inputs, target)
+    expected = F.cross_entropy(net(inputs), target.view(-1)).detach()
+    step = step_of(net, lambda output, target: F.cross_entropy(output, target))
+    torch.testing.assert_close(step(inputs, target.view(-1)), expected)

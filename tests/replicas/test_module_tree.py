@@ -361,7 +361,7 @@ def test_gradients_that_are_divided_by_counts_of_a_forward_are_refused(kind, dev
     assert model(tokens)
 
 
-EMBEDDED = "F.embedding was given max_norm=, and each rank would rescale the rows"
+EMBEDDED = "F.embedding was given max_norm=, and each device or rank would rescale the rows"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -375,6 +375,17 @@ def test_embeddings_of_functions_are_refused_on_several_ranks(rank, strategy):
         model = parallelize(make(), strategy=strategy)
         with pytest.raises(ValueError, match=text):
             model(torch.randint(7, (rows if rank else 5, 2)))
+
+
+@pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_embeddings_of_functions_that_rescale_are_refused_on_several_devices(function, rows):
+    """Each device rescaled its own rows, and those of the others were lost, silently."""
+    with simulate(2) as machine:
+        model = DataParallelModel(Words(function, max_norm=1.0).to("sim:0"), machine.devices)
+        model(torch.randint(7, (1, 2)))  # one device has all rows
+        with pytest.raises(ValueError, match=EMBEDDED):
+            model(torch.randint(7, (2 * rows, 2)))
 
 
 @pytest.mark.libraries

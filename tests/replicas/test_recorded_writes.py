@@ -1,12 +1,10 @@
 """Writes that torch does not record, such as ``parameter.data.mul_()``: each forward has the values of the plain program."""
 
-import itertools
-
 import pytest
 import torch
 from helpers.optimizers import balanced_or_plain
 from helpers.problems import assert_equal, build_net
-from helpers.slow import slow_but
+from helpers.slow import slow
 from helpers.updates import ROWS, SIMULATED, assert_same_on_devices, random_batches, values_of
 from torch import nn
 from torch.testing import assert_close
@@ -84,13 +82,10 @@ def on_devices(net, batches, write, is_balanced, by_step):
     return [*[loss.cpu() for loss in losses], *values_of(net)]
 
 
-LAYOUTS = list(itertools.product([False, True], [False, True], [False, True]))
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     ("is_frozen", "is_balanced", "by_step"),
-    slow_but(LAYOUTS, (True, False, True), (False, True, False)),
+    [(True, False, True), (False, True, False), slow(False, False, True), slow(True, True, True)],
 )
 def test_an_update_follows_writes_that_torch_does_not_record(is_frozen, is_balanced, by_step):
     def write(net, number):

@@ -1,6 +1,5 @@
 """``TrainStep(reproducible=True)``: random numbers are those of one device with the whole batch, in any layout."""
 
-import itertools
 import pickle
 import sys
 import warnings
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from helpers.by_row import has_kernels_of_torch
 from helpers.fsdp import whole
 from helpers.ranks import run_ranks
-from helpers.slow import slow_but
 from helpers.steps import make_step as make_step_of
 from helpers.steps import parallel_step
 from helpers.updates import values_of
@@ -201,14 +199,45 @@ def train_on_rank(rank, strategy, sizes, micro_batch_size):
     return [torch.stack(losses), *parameters], torch.rand(()) if rank == 0 else None
 
 
-RANKS = [*itertools.product([([5, 2], None), ([4, 3], 2), ([7, 0], 3)], ["ddp", "fsdp"])]
+RANKS = [(([5, 2], None), "ddp"), (([4, 3], 2), "fsdp"), (([7, 0], 3), "ddp")]
 
 
-@pytest.mark.parametrize(("rows", "strategy"), slow_but(RANKS, RANKS[0], RANKS[3], RANKS[4]))
+@pytest.mark.parametrize(("rows", "strategy"), RANKS)
 def test_ranks_draw_the_numbers_of_one_device(rows, strategy, expected):
     first, second = run_ranks(2, train_on_rank, strategy, *rows)
     assert_close(first[0], expected[0], rtol=1e-10, atol=1e-12)
     assert_close(second[0], first[0])
+
+
+def add_on_one_rank(rank, strategy, reproducible):
+    net, (words, labels) = Net().double(), batch()
+    step = parallel_step(
+        net,
+        NoisyLabels(),
+        devices=["cpu"],
+        weight="rows",
+        strategy=strategy,
+        micro_batch_size=2,
+        reproducible=reproducible,
+    )
+    with pytest.raises(ValueError, match=r"nothing was added on rank 1, expected a batch on each"):
+        if rank == 0:
+            step.add(words[:2], labels[:2])
+        step.apply()
+    if reproducible == "bits":  # It refuses the buffer of the net.
+        return 0.0
+    rows = slice(0, 2 * (rank == 0))
+    step.add(words[rows], labels[rows])
+    return step.apply().item()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reproducible"), [("ddp", True), ("fsdp", True), ("ddp", "bits")]
+)
+def test_a_rank_that_adds_nothing_is_an_error_on_all_ranks(strategy, reproducible):
+    """The others waited for its number of rows, until the timeout."""
+    losses = run_ranks(2, add_on_one_rank, strategy, reproducible)
+    assert losses[0] == losses[1]
 
 
 def test_the_small_forwards_leave_buffers_and_generators_alone():

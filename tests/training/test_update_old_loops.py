@@ -157,6 +157,55 @@ def test_gradients_that_are_changed_in_a_window_are_an_error(adds, devices, chan
     assert_close(step(x, y), loss)  # the window is closed
 
 
+def auxiliary_loss(net, optimizer):
+    net(batch()[0].to(net.weight.device)).square().mean().backward()
+
+
+def log_a_norm(net, optimizer):
+    assert net.weight.square().sum() > 0
+
+
+def update_by_hand(net, optimizer):
+    """Updates, and leaves the gradients for the next zero_grad()."""
+    optimizer.zero_grad()
+    auxiliary_loss(net, optimizer)
+    optimizer.step()
+    log_a_norm(net, optimizer)
+
+
+def clear_to_zeros(net, optimizer):
+    nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    optimizer.zero_grad(set_to_none=False)
+    log_a_norm(net, optimizer)
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 3, SIMULATED])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_backward_before_a_step_is_dropped_with_a_warning(devices, first):
+    """Its gradient was dropped without a word."""
+    with simulate(3):
+        net, optimizer, step = build(devices)
+        if not first:
+            step(*batch())
+        if devices is SIMULATED:
+            step.criterion(step.model(batch()[0]), batch()[1]).backward()
+        else:
+            auxiliary_loss(net, optimizer)
+        with pytest.warns(UserWarning, match="written to gradients since the last step"):
+            step(*batch())
+        step(*batch())
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 3])
+@pytest.mark.parametrize("between", [log_a_norm, update_by_hand, clear_to_zeros])
+def test_lines_before_a_step_that_drop_nothing_do_not_warn(devices, between):
+    net, optimizer, step = build(devices)
+    for _ in range(3):
+        between(net, optimizer)
+        step(*batch())
+        log_a_norm(net, optimizer)
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_two_open_windows_of_one_model_are_an_error_of_both(devices):
     _net, optimizer, first = build(["cpu"] * devices)

@@ -188,6 +188,7 @@ class SingleDevice(Layout):
     """
 
     name = "single"
+    outputs_of_loop: Sequence[object] = ()
 
     def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
         self.request = request
@@ -211,7 +212,7 @@ class SingleDevice(Layout):
     def loss(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch."""
         with self.autocast():
-            (output,) = self.outputs(part)
+            self.outputs_of_loop = (output,) = self.outputs(part)
             return plain_loss(self.criterion, output, move_leaves(part.targets.inputs, None))
 
     def evaluate(self, part: Shard) -> Tensor:
@@ -220,7 +221,8 @@ class SingleDevice(Layout):
 
     def loss_of_replicas(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, and the criterion of this package."""
-        return self.coupled_criterion()(self.outputs(part), *part.targets.inputs)
+        self.outputs_of_loop = outputs = self.outputs(part)
+        return self.coupled_criterion()(outputs, *part.targets.inputs)
 
     def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
@@ -243,7 +245,10 @@ class SingleDevice(Layout):
 
     def _calls(self, criterion: DataParallelCriterion, part: Shard) -> Any:
         """Runs the forward of one micro-batch. Returns the calls of the criterion."""
-        return criterion.cut(self.outputs(part), part.targets.inputs, {})
+        outputs = self.outputs(part)
+        if self.request.keeps_outputs:
+            self.outputs_of_loop = outputs
+        return criterion.cut(outputs, part.targets.inputs, {})
 
     def _coupled_loss(self, criterion: DataParallelCriterion, loss: Any, part: Shard) -> Tensor:
         calls = self._calls(criterion, part)

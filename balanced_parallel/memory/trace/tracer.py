@@ -372,32 +372,51 @@ def _run(
                 gc.collect(generation)
                 count.mark(name)
                 if request.mode == "evaluate":
-                    _evaluate(layout, count, modules, update)
+                    _evaluate(request, layout, count, modules, update)
                     continue
                 with savings.around_update(), layout.window():
-                    _update(layout, count, update)
+                    _update(request, layout, count, update)
                 if request.kind.like_cuda:
                     _move_counts(layout.inner_optimizers, count, host_of(request.devices))
         finally:
             layout.close()
 
 
-def _evaluate(layout: Layout, count: Count, modules: nn.Module, micro_batches: list[Shard]) -> None:
+def _evaluate(
+    request: Request,
+    layout: Layout,
+    count: Count,
+    modules: nn.Module,
+    micro_batches: list[Shard],
+) -> None:
     modules.eval()
     with torch.no_grad():
         for micro_batch in micro_batches:
             layout.evaluate(micro_batch)
+            _mark_outputs(request, layout, count)
             count.see_all(copies_of(layout.replicas), "parameters")
 
 
-def _update(layout: Layout, count: Count, micro_batches: list[Shard]) -> None:
+def _mark_outputs(request: Request, layout: Layout, count: Count) -> None:
+    """Tells the count the outputs of a forward, and releases them unless the loop keeps them."""
+    count.mark_outputs(leaves_of_tree([*layout.outputs_of_loop]))
+    if not request.keeps_outputs:
+        layout.outputs_of_loop = ()
+
+
+def _update(request: Request, layout: Layout, count: Count, micro_batches: list[Shard]) -> None:
     count.see_all(layout.buckets, "communication buckets")
-    layout.zero_grad()
+    clears_late = request.keeps_gradients and request.micro_batches == 1
+    if not clears_late:
+        layout.zero_grad()
     losses = layout.losses(micro_batches)
     while losses:
         compute = losses.pop(0)
         with layout.accumulating() if losses else nullcontext():
             loss = compute()
+            _mark_outputs(request, layout, count)
+            if clears_late:
+                layout.zero_grad()
             count.turn("temporaries", "saved activations")
             count.see_all(copies_of(layout.replicas), "parameters")
             count.mark("backward")
