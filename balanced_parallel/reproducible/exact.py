@@ -38,7 +38,7 @@ from ..loss.sums import LossSum, add_numbers, power_of_two, run_backward
 from ..optim.balanced import is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
-from ..runtime.torch_private import profiled
+from ..runtime import torch_private
 from ..runtime.values import scaled
 from ..strategies.ddp import DDPSync
 from ..strategies.replicas import ReplicaSync
@@ -274,7 +274,7 @@ class ExactAccumulation(Accumulation):
         with self._groups.accumulating():
             for shards in plan:
                 # No variable keeps the losses, and their graph, during the next forward.
-                with profiled("micro-batch"):
+                with torch_private.profiled("micro-batch"):
                     self._run_backwards(shards, self.forwards.run(shards, compute, run.outputs))
         for name, buffer in self._buffers():
             copy = before.get(name)
