@@ -15,8 +15,9 @@ samplers and :class:`ByCost`. They are loaded when they are first used: some imp
 import importlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .batch.marks import Along, Rows, Whole
 from .batch.outputs import PerReplica, gather
-from .batch.rows import Along, Rows, Whole, scatter
+from .batch.rows import scatter
 from .loss.coupled import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
 from .loss.overlap import DiceLoss, JaccardLoss, TverskyLoss

@@ -1,6 +1,7 @@
-"""Draws the pictures of docs/internals.md. To run it: ``python docs/drawings.py``.
+"""Draws the pictures of docs/internals.md and docs/debug.md. To run it: ``python docs/drawings.py``.
 
-They are 480 wide, so that their letters can be read on a phone. Text, so that a change shows in a diff. A test compares them.
+They are 480 wide, so that their letters can be read on a phone. They have no ground, and lines and words in a grey that can be
+read on white and on black. Text, so that a change shows in a diff. A test compares them.
 """
 
 from pathlib import Path
@@ -8,10 +9,11 @@ from pathlib import Path
 IMAGES = Path(__file__).parent / "images"
 WIDTH = 480
 FORWARD, BACKWARD, NETWORK, PLAIN, IDLE = "#cfe2f3", "#d9ead3", "#fce5cd", "#ffffff", "#eeeeee"
+GREY, RED, IN_BOX = "#757575", "#d64541", "#111"  # on any ground, on any ground, and in a box
 
 
 class Drawing:
-    """Boxes, words and arrows on a white ground."""
+    """Boxes, words and arrows."""
 
     def __init__(self, height: int) -> None:
         self.height = height
@@ -20,36 +22,35 @@ class Drawing:
     def box(self, x: float, y: float, width: float, height: float, words: str = "", color: str = PLAIN) -> None:
         """Draws a box with lines of words in its middle."""
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{color}" stroke="#444"/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{color}" stroke="{GREY}"/>'
         )
         lines = words.split("\n") if words else []
         for index, line in enumerate(lines):
-            self.words(x + width / 2, y + height / 2 + 5 + 17 * (index - (len(lines) - 1) / 2), line, "middle")
+            self.words(x + width / 2, y + height / 2 + 5 + 17 * (index - (len(lines) - 1) / 2), line, "middle", IN_BOX)
 
-    def words(self, x: float, y: float, words: str, anchor: str = "start", color: str = "#111") -> None:
+    def words(self, x: float, y: float, words: str, anchor: str = "start", color: str = GREY) -> None:
         """Writes one line."""
         self.parts.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}">{words}</text>')
 
     def mark(self, x: float, y: float, number: int) -> None:
         """Writes a number to which the page refers."""
-        self.words(x, y, f"[{number}]", color="#b00")
+        self.words(x, y, f"[{number}]", color=RED)
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
         """Draws an arrow."""
-        self.parts.append(f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" stroke="#444" fill="none" marker-end="url(#tip)"/>')
+        self.parts.append(f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" stroke="{GREY}" fill="none" marker-end="url(#tip)"/>')
 
     def dashes(self, x: float, y: float, to_y: float) -> None:
         """Draws a dashed line downwards."""
-        self.parts.append(f'<path d="M{x:g} {y:g}V{to_y:g}" stroke="#b00" stroke-dasharray="4 3" fill="none"/>')
+        self.parts.append(f'<path d="M{x:g} {y:g}V{to_y:g}" stroke="{RED}" stroke-dasharray="4 3" fill="none"/>')
 
     def svg(self) -> str:
         """Returns the picture."""
         shape = 'viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto"'
-        tip = f'<marker id="tip" {shape}><path d="M0 0L8 4L0 8z" fill="#444"/></marker>'
+        tip = f'<marker id="tip" {shape}><path d="M0 0L8 4L0 8z" fill="{GREY}"/></marker>'
         size = f'viewBox="0 0 {WIDTH} {self.height}" width="{WIDTH}" height="{self.height}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="14">'
-        ground = f'<rect width="{WIDTH}" height="{self.height}" fill="#fff"/>'
-        return "\n".join([head, f"<defs>{tip}</defs>", ground, *self.parts, "</svg>\n"])
+        return "\n".join([head, f"<defs>{tip}</defs>", *self.parts, "</svg>\n"])
 
 
 def replicas() -> Drawing:
@@ -106,8 +107,8 @@ def buckets() -> Drawing:
 def ddp() -> Drawing:
     """Draws one update of two ranks."""
     drawing = Drawing(216)
-    drawing.words(60, 20, "no_sync", color="#444")
-    drawing.words(236, 20, "the last micro-batch", color="#444")
+    drawing.words(60, 20, "no_sync", color=GREY)
+    drawing.words(236, 20, "the last micro-batch", color=GREY)
     drawing.dashes(230, 8, 118)
     rows = (
         (32, "rank 0", (("F0", 58), ("B0", 99), ("F1", 144), ("B1", 185), ("F2", 232))),
@@ -126,7 +127,7 @@ def ddp() -> Drawing:
     for x, number in ((238, 1), (266, 2), (334, 3), (398, 4)):
         drawing.mark(x, 182, number)
     drawing.dashes(274, 104, 168)
-    drawing.words(58, 208, "F forward, B backward, sum: a bucket's all-reduce", color="#444")
+    drawing.words(58, 208, "F forward, B backward, sum: a bucket's all-reduce", color=GREY)
     return drawing
 
 
@@ -134,7 +135,7 @@ def batch() -> Drawing:
     """Draws one effective batch, cut over ranks, devices and time."""
     drawing = Drawing(268)
     for index in range(3):
-        drawing.words((150, 285, 410)[index], 20, f"micro-batch {index}", "middle", "#444")
+        drawing.words((150, 285, 410)[index], 20, f"micro-batch {index}", "middle")
     cells = (
         ("rank 0\ndevice 0", ("rows 0-3", "rows 4-7", "rows 8-9")),
         ("rank 0\ndevice 1", ("rows 10-13", "rows 14-17", "row 18")),
@@ -165,18 +166,18 @@ def layouts() -> Drawing:
         x = 8 + 158 * index
         drawing.arrow(180 + 60 * index, 110, x + 74, 138)
         drawing.box(x, 140, 148, 104)
-        drawing.words(x + 74, 158, f'"{name}"', "middle", "#b00")
+        drawing.words(x + 74, 158, f'"{name}"', "middle", RED)
         for line, text in enumerate(words.split("\n")):
-            drawing.words(x + 74, 178 + 17 * line, text, "middle")
-        drawing.words(x + 74, 234, collective, "middle", "#444")
+            drawing.words(x + 74, 178 + 17 * line, text, "middle", IN_BOX)
+        drawing.words(x + 74, 234, collective, "middle", IN_BOX)
     return drawing
 
 
 def fsdp() -> Drawing:
     """Draws one micro-batch of two blocks under FSDP2."""
     drawing = Drawing(214)
-    drawing.words(136, 20, "forward", color="#444")
-    drawing.words(274, 20, "backward", color="#444")
+    drawing.words(136, 20, "forward", color=GREY)
+    drawing.words(274, 20, "backward", color=GREY)
     for y, name in ((52, "network"), (94, "compute"), (136, "whole"), (178, "shards")):
         drawing.words(8, y, name)
     for x, words in ((80, "AG 1"), (136, "AG 2"), (228, "AG 2"), (284, "AG 1"), (348, "RS 2"), (412, "RS 1")):
@@ -186,11 +187,40 @@ def fsdp() -> Drawing:
         drawing.box(x, 74, width, 30, f"{'F' if is_forward else 'B'}{block}", FORWARD if is_forward else BACKWARD)
         drawing.box(x, 116, width, 30, f"{block}")
     drawing.box(80, 158, 386, 30, "parameters, gradients, optimizer state", IDLE)
-    drawing.words(80, 206, "AG all-gather, RS reduce-scatter of a block", color="#444")
+    drawing.words(80, 206, "AG all-gather, RS reduce-scatter of a block", color=GREY)
     return drawing
 
 
-DRAWINGS = {drawing.__name__: drawing for drawing in (replicas, buckets, ddp, batch, layouts, fsdp)}
+# Milliseconds of an update in torch's profiler: two simulated devices, two micro-batches. The backward has threads of torch.
+PROFILE = {
+    "calling thread": [(0, 266, "micro-batch"), (266, 567, "micro-batch"), (567, 611, "update")],
+    "replica on sim:0": [(37, 117, "replica"), (269, 352, "replica")],
+    "replica on sim:1": [(40, 129, "replica"), (279, 372, "replica")],
+    "backward": [(540, 562, "reduction")],
+}
+
+
+def profile() -> Drawing:
+    """Draws the ranges of an update."""
+    drawing = Drawing(216)
+    drawing.words(120, 16, "time")
+    drawing.arrow(156, 11, 470, 11)
+    for index, (name, ranges) in enumerate(PROFILE.items()):
+        y = 26 + 46 * index
+        drawing.words(6, y + 19, name)
+        for begin, end, words in ranges:
+            x, width = 120 + begin * 0.57, (end - begin) * 0.57
+            color = BACKWARD if words == "reduction" else FORWARD
+            drawing.box(x, y, width, 28, words if width > 45 else "", color)
+            if words == "replica":
+                drawing.box(x + width + 1, y, 4, 28, color=NETWORK)
+    drawing.words(460, 68, "update, gather", "end")
+    drawing.words(198, 160, "criterion", color=GREY)
+    drawing.words(420, 184, "reduction", "end")
+    return drawing
+
+
+DRAWINGS = {drawing.__name__: drawing for drawing in (replicas, buckets, ddp, batch, layouts, fsdp, profile)}
 
 if __name__ == "__main__":
     for name, draw in DRAWINGS.items():

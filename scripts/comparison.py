@@ -217,13 +217,20 @@ def table_of(results: list[Result]) -> str:
 
 
 def draw(path: Path, title: str, capacities: list[int | None], results: list[Result]) -> None:
-    """Draws a bar per GPU, stacked by category, with a panel for each configuration."""
+    """Draws a bar per GPU, stacked by category, with a panel for each configuration.
+
+    The ground is transparent, and words are grey, so that they can be read on a white page and on a black one. The title that is
+    stored in the file has the numbers of the bars.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    words = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    matplotlib.rcParams.update(dict.fromkeys(words, "#757575"))
     path.parent.mkdir(parents=True, exist_ok=True)
+    numbers = []
     highest = max(result.hottest for result in results)
     figure, axes = pyplot.subplots(1, len(results), sharey=True, figsize=(10, 4), layout="constrained", squeeze=False)
     peaks = [part for result in results for part in result.parts]
@@ -236,14 +243,17 @@ def draw(path: Path, title: str, capacities: list[int | None], results: list[Res
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         for place, capacity in zip(places, capacities, strict=False):
             if capacity is not None and capacity / 2**20 < 2 * highest:  # a line far above would flatten the bars
-                axis.hlines(capacity / 2**20, place - 0.45, place + 0.45, color="black", linestyle="dashed")
-        axis.bar_label(axis.containers[-1], [f"{height:.1f}" for height in bottom], padding=2)
+                axis.hlines(capacity / 2**20, place - 0.45, place + 0.45, color="#757575", linestyle="dashed")
+        labels = [f"{height:.1f}" for height in bottom]
+        axis.bar_label(axis.containers[-1], labels, padding=2)
         axis.margins(y=0.1)
         axis.set_xticks(places, [f"GPU {place}" for place in places])
-        axis.set_title(f"{result.name}: hottest / mean = {result.hottest / result.mean:.2f}")
+        ratio = f"hottest / mean = {result.hottest / result.mean:.2f}"
+        axis.set_title(f"{result.name}: {ratio}")
+        numbers.append(f"{result.name}: {', '.join(labels)} MiB, {ratio}")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("MiB at the peak")
-    axes[0][0].legend(fontsize="small")
+    axes[0][0].legend(fontsize="small", framealpha=0)
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, transparent=True, metadata={"Title": "; ".join(numbers)})
     pyplot.close(figure)

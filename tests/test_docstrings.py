@@ -150,29 +150,17 @@ def _columns(line):
     return {match.end() for match in re.finditer(r"\S(?: {2,}| \| ?)", line)}
 
 
-def checked_files():
-    for folder in FOLDERS:
-        paths = sorted((ROOT / folder).rglob("*.py"))
-        assert paths, folder
-        yield from (pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in paths)
+CHECKS = [bad_openers, undocumented, unmarked_drawings, refilled_lines]
 
 
-@pytest.mark.parametrize("path", list(checked_files()))
-def test_public_definitions_have_a_docstring_that_opens_with_a_verb_or_a_noun(path):
-    source = path.read_text(encoding="utf-8")
-    assert (bad_openers(source), undocumented(source)) == ([], [])
-
-
-@pytest.mark.parametrize("path", list(checked_files()))
-def test_drawings_of_modules_are_literal_blocks(path):
-    """A formatter filled the lines of five drawings."""
-    assert unmarked_drawings(path.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize("path", list(checked_files()))
-def test_drawings_are_not_filled_as_prose(path):
-    """A formatter filled the lines of four drawings, and indented them."""
-    assert refilled_lines(path.read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_have_the_form_of_those_of_torch(folder, check):
+    """They open with a verb or a noun, and formatters fill no drawing of theirs as prose."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    found = {path: check(path.read_text(encoding="utf-8")) for path in paths}
+    assert found
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 DRAWING = """

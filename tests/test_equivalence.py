@@ -29,7 +29,7 @@ from balanced_parallel.loss.sums import LossSum
 
 pytestmark = pytest.mark.usefixtures("double")
 
-ROWS = [1, 2, 7, 9, 12]
+ROWS = [1, 7, 12]
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -48,9 +48,7 @@ def test_three_replicas_equal_the_plain_program(name, rows):
 CUTS = list(itertools.product(ROWS, [None, 1, 2]))
 
 
-@pytest.mark.parametrize(
-    ("rows", "micro_batch_size"), slow_but(CUTS, (1, 1), (2, None), (7, 2), (9, 1))
-)
+@pytest.mark.parametrize(("rows", "micro_batch_size"), slow_but(CUTS, (1, 1), (7, 2)))
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_equal_the_plain_program(name, rows, micro_batch_size):
     make_criterion, kind = LOSSES[name]
@@ -167,7 +165,7 @@ def without_zeros(found):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "examples"), [(1, 60), (2, 20), slow(1, 300), slow(2, 300), slow(3, 300)]
+    ("ranks", "examples"), [(1, 60), (2, 20), slow(1, 150), slow(2, 150), slow(3, 100)]
 )
 def test_random_splits_equal_the_plain_program(ranks, examples):
     checked = []

@@ -135,7 +135,7 @@ def definitions_of(path):
 
 def test_the_first_day_names_the_files_that_an_addition_touches():
     found = [*additions(CONTRIBUTING)]
-    assert [example for example, *_ in found] == ["offload_optimizer", "OfAllRows", "ShardedModel"]
+    assert [example for example, *_ in found] == ["offload_optimizer", "Coupled", "ShardedModel"]
     for example, path, tables in found:
         assert example in definitions_of(path)
         assert all(name in definitions_of(file) for name, file in tables)

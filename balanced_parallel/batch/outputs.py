@@ -24,7 +24,7 @@ from ..runtime.collectives import (
     world_size,
 )
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, visible_devices
-from ..runtime.torch_private import divides_by_counts, nodes_behind
+from ..runtime.torch_private import divides_by_counts, nodes_behind, profiled
 from ..runtime.values import check_type
 from . import containers
 from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims, map_rows
@@ -434,9 +434,10 @@ def _as_per_replica(outputs: object) -> PerReplica:
 
 
 def _join_in_order(outputs: PerReplica, device: DeviceLike | None, dims: Dims) -> object:
-    if outputs.order is None:
-        return join(outputs, device, dims)
-    return reorder(join(outputs, device, dims, pads=True), outputs.order, dims, len(outputs))
+    with profiled("gather"):
+        if outputs.order is None:
+            return join(outputs, device, dims)
+        return reorder(join(outputs, device, dims, pads=True), outputs.order, dims, len(outputs))
 
 
 def repeated_rows(

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from .. import Rows, Whole
 from ..batch import containers
+from ..batch.marks import map_marked, parameters_of, without_mark
 from ..batch.plan import count_micro_batches
-from ..batch.rows import Batch, Cut, Mark, Shard, map_marked, parameters_of, take, without_mark
+from ..batch.rows import Batch, Cut, Mark, Shard, take
 from ..runtime import collectives
 from ..runtime.devices import pin
 from ..runtime.values import check_cost, check_number, check_type

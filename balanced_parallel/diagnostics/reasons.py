@@ -13,7 +13,8 @@ from torch.autograd.function import BackwardCFunction
 
 from .. import SumOverRows
 from ..batch.containers import is_plain, tensors_in
-from ..batch.rows import Arguments, Batch, move_arguments
+from ..batch.marks import Arguments
+from ..batch.rows import Batch, move_arguments
 from ..loss.entries import plain_loss
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
 from ..runtime import torch_private

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from .. import DataParallelCriterion, DataParallelModel, PerReplica, scatter
 from ..batch.containers import tensors_in
+from ..batch.marks import Arguments
 from ..batch.outputs import layout_of
-from ..batch.rows import Arguments, move_arguments, spread
+from ..batch.rows import move_arguments, spread
 from ..loss.copies import Criterion
 from ..loss.entries import plain_loss
 from ..replicas.workers import current_replica

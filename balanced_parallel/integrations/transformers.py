@@ -140,7 +140,8 @@ class Task(nn.ModuleDict):
                 if not rows:
                     device = next(model.parameters()).device
                     rows = move_leaves(dict(trainer.data_collator(samples)), device)
-            with trainer.compute_loss_context_manager(), trainer._gathering(counts=counts):
+            accelerator = trainer._gathering(counts=counts)
+            with trainer.compute_loss_context_manager(), trainer._having(accelerator=accelerator):
                 return compute(trainer, model, rows)
         finally:
             _copies.reset(token)
@@ -264,15 +265,21 @@ class BalancedTrainer(Trainer):
         return self._keeping_samples(super().get_test_dataloader, test_dataset)
 
     @contextmanager
-    def _gathering(self, *, counts: bool) -> Iterator[None]:
-        """Gathers from ranks in the block, which have no other replica, and may lack rows."""
-        accelerator = self.accelerator
-        if self.args.world_size > 1:
-            self.accelerator = _Gathering(accelerator, counts=counts)
+    def _having(self, **attributes: object) -> Iterator[None]:
+        """Gives the trainer other attributes in the block."""
+        before = {name: vars(self)[name] for name in attributes if name in vars(self)}
+        vars(self).update(attributes)
         try:
             yield
         finally:
-            self.accelerator = accelerator
+            for name in attributes:
+                del vars(self)[name]
+            vars(self).update(before)
+
+    def _gathering(self, *, counts: bool) -> Any:
+        """Returns an accelerator for ranks, which have no other replica, and may lack rows."""
+        accelerator = self.accelerator
+        return _Gathering(accelerator, counts=counts) if self.args.world_size > 1 else accelerator
 
     @property
     def _is_split(self) -> bool:
@@ -321,13 +328,11 @@ class BalancedTrainer(Trainer):
     def _keeping_samples(self, make: Callable[..., object], *arguments: object) -> object:
         collate = self.data_collator
         # A trainer may read attributes of its collator.
-        self.data_collator = functools.update_wrapper(
+        keeping = functools.update_wrapper(
             functools.partial(_keep_samples, collate), collate, assigned=()
         )
-        try:
+        with self._having(data_collator=keeping):
             return make(*arguments)
-        finally:
-            self.data_collator = collate
 
     def _take(self, inputs: Inputs, rows: Sequence[int]) -> Inputs:
         """Returns some rows of a batch."""
@@ -406,15 +411,6 @@ class BalancedTrainer(Trainer):
             for part, weight in pieces
         ]
 
-    @contextmanager
-    def _computing(self, function: Callable[..., object]) -> Iterator[None]:
-        """Puts a function in the place of ``compute_loss``."""
-        self.__dict__["compute_loss"] = function
-        try:
-            yield
-        finally:
-            self.__dict__.pop("compute_loss", None)
-
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: object = None
     ) -> Tensor:
@@ -423,7 +419,7 @@ class BalancedTrainer(Trainer):
         Returns zero, and after the last one the loss of the update.
         """
         self.loss_is_scaled_for_ga = True
-        with self._computing(self._add_rows):
+        with self._having(compute_loss=self._add_rows):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 
@@ -436,12 +432,12 @@ class BalancedTrainer(Trainer):
         is_last = not self._counts
         forwards = self._forwards
         loss = torch.zeros((), device=self.args.device)
-        steps = self.current_gradient_accumulation_steps
-        self.current_gradient_accumulation_steps = 1  # Means of a window are not divided by it.
         work = self._work or begin_update(forwards, self._last)
         self._work = None
         with (
             _explain_errors(),
+            # Means of a window are not divided by it.
+            self._having(current_gradient_accumulation_steps=1),
             torch.autocast(self.args.device.type, enabled=False),
             forwards.updating(work),
         ):
@@ -453,7 +449,6 @@ class BalancedTrainer(Trainer):
                 loss = self._last.loss.to(loss.device)
             else:
                 self._work = work
-        self.current_gradient_accumulation_steps = steps
         return loss.requires_grad_()
 
     @torch.no_grad()
@@ -473,7 +468,7 @@ class BalancedTrainer(Trainer):
             run = forwards.batch(self._arguments(predict, rows, counts=bool(weight)))
             shards = run.batch.split(forwards.model.devices, None)
             outputs: list[PerReplica] = []
-            with self._computing(self._counted_loss), _explain_errors():
+            with self._having(compute_loss=self._counted_loss), _explain_errors():
                 parts += forwards.run(shards, self._collect, outputs)
             if weight is not None:
                 results += [computed.outputs for computed in outputs[0]]

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.plan import consecutive, proportional_sizes, split_sizes
-from ..batch.rows import NOTHING, Arguments, Shard, cut, move_arguments, move_leaves, spread
+from ..batch.rows import NOTHING, Shard, cut, move_arguments, move_leaves, spread
 from ..replicas.all_rows import ALL, UNEXPECTED, forward_of
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import OnCollective, gather_objects, world_size
 from ..runtime.devices import pin
-from ..runtime.torch_private import is_differentiable
+from ..runtime.torch_private import is_differentiable, profiled
 from ..runtime.values import Precision
 from .sums import zero_of
 
@@ -316,7 +317,7 @@ def _call(
     *others: object,
 ) -> T:
     targets, kwargs = move_arguments(shard.targets, device)
-    with shard.context():
+    with shard.context(), profiled("criterion"):
         try:
             return function(
                 ShardLoss(

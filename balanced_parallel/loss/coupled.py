@@ -21,22 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
+from ..batch.marks import Along, Arguments, Rows, map_marked, mark, mark_leaves, without_mark
 from ..batch.outputs import PerReplica, join_outputs, join_tensors, padded, repeated_rows
-from ..batch.rows import (
-    Along,
-    Arguments,
-    ParallelModel,
-    Rows,
-    Shard,
-    count_rows,
-    map_marked,
-    mark,
-    mark_leaves,
-    move_arguments,
-    move_leaves,
-    spread,
-    without_mark,
-)
+from ..batch.rows import ParallelModel, Shard, count_rows, move_arguments, move_leaves, spread
 from ..runtime.collectives import SumOverRanks, gather_objects, gather_rows, rank, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
@@ -223,7 +210,10 @@ class LossOfSums(CoupledLoss):
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(calls)
         self._add(parts)
-        nothing = parts[0].nothing
+        return self.finish(parts[0].nothing)
+
+    def finish(self, nothing: Tensor) -> Any:
+        """Returns the loss of all statistics. An evaluation has those of several batches."""
         if not self._sum_over_ranks(nothing):
             raise ValueError(
                 "the batch has no rows, expected one at least: there are no statistics"
@@ -334,6 +324,27 @@ class LossOfSums(CoupledLoss):
             return
         again = functools.partial(run, pair, rows, halved=False)
         self.compare_sums([*whole, *itertools.chain(*halves)], again, rows // sum(sizes))
+        constant = _find_constant(pairs)
+
+        def join_others(place: str, values: list[Any]) -> Any:
+            return values[0] if place in constant else join(place, values)
+
+        try:
+            once = containers.zip_leaves(join_others, pairs)
+            again = functools.partial(run, once, sum(sizes), halved=False)
+            whole = again() if constant else []
+        except Exception:  # noqa: BLE001 - a tensor with rows does not fit to the others
+            return
+        try:
+            if whole:
+                self.compare_sums([*whole, *itertools.chain(*halves)], again)
+        except ValueError as error:
+            places = ", ".join(f"output{place.removeprefix('[0]')}" for place in sorted(constant))
+            self._refuse(
+                f"{places} is the same for all rows, and each shard would add it: expected a value for each row, or a penalty "
+                "that is added to the loss that the criterion returned",
+                error,
+            )
 
     def collect(self, calls: Calls) -> list[Any]:
         """Adds the statistics of a micro-batch in the first pass."""
@@ -510,6 +521,28 @@ class LossOfSums(CoupledLoss):
         raise ValueError(
             f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
         ) from cause
+
+
+def _find_constant(pairs: Sequence[Any]) -> set[str]:
+    """Returns the places of outputs that are the same for all shards, while others are not.
+
+    They have no rows, such as prototypes, or equal ones.
+    """
+    equal: dict[str, bool] = {}
+    constant: set[str] = set()
+
+    def look(place: str, values: list[Any]) -> None:
+        first, *others = map(without_mark, values)
+        if not place.startswith("[0]") or not isinstance(first, Tensor):
+            return
+        equal[place] = all(torch.equal(first, other) for other in others)
+        is_mask = not first.is_floating_point() or bool(((first == 0) | (first == 1)).all())
+        if equal[place] and not is_mask and isinstance(values[0], Along):
+            constant.add(place)
+
+    if len(pairs) > 1:
+        containers.zip_leaves(look, pairs)
+    return set() if all(equal.values()) else constant
 
 
 def _flags(criterion: Any) -> list[bool]:

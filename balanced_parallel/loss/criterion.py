@@ -11,8 +11,9 @@ from torch import nn
 
 from ..batch import containers
 from ..batch.containers import Dims, check_dim, is_first
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, count_rows
+from ..batch.rows import count_rows
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import enter, explain_unwatched, mark_loss, refuse_unshared, world_size

@@ -24,13 +24,21 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batch import containers
 from ..replicas.all_rows import sum_over_rows
 from ..runtime.devices import move
-from ..runtime.torch_private import base_of, is_same, is_sharded, storage_id, versions
+from ..runtime.torch_private import (
+    base_of,
+    in_checkpoint,
+    is_same,
+    is_sharded,
+    storage_id,
+    versions,
+)
 from .entries import values_to_log
 from .rules import RULES, arguments_of, divisor, reduction_in
 from .sums import weighted_sum, widen, zero_of
@@ -237,10 +245,15 @@ class Formula:
         return ", ".join(_text(self.entries[place], texts) for place in places)
 
     def mean_of(self, places: Sequence[str]) -> Form | None:
-        """Returns the sum of some entries, or None if it is no linear combination over one count."""
+        """Returns the sum of some entries, or None if it is no linear combination over one count.
+
+        A sum that has a gradient is no count: weights that a model learns, for example.
+        """
         form = _add([self.forms[place] for place in places])
         is_bounded = form.has_constant and bool(form.least)
-        return form if form.kind in ("sum", "mean") and not is_bounded else None
+        learns = any(each.learns for each in self.inputs if each.number == form.place)
+        is_known = form.kind == "sum" or (form.kind == "mean" and not learns)
+        return form if is_known and not is_bounded else None
 
 
 def move_to(tensor: Tensor, device: torch.device | None) -> Tensor:
@@ -679,8 +692,8 @@ class SumNotes(TorchFunctionMode):
     def _add(self, kind: str, value: Any, key: Hashable = None) -> int:
         """Notes a statistic. Returns its place."""
         number = next(self._numbers)
-        has_gradient = isinstance(value, Tensor) and value.requires_grad
-        learns = has_gradient or not self._has_graph
+        learns = isinstance(value, Tensor) and value.is_floating_point()
+        learns = learns and (value.requires_grad or not self._has_graph)
         self.statistics.append(Statistic(kind, value, number, key, learns=learns))
         return number
 
@@ -747,7 +760,10 @@ class SumNotes(TorchFunctionMode):
         result: Tensor
         if mean is not None:
             total, divisor = mean
-            result = total / divisor
+            # The recomputation of a checkpoint has the loss alone.
+            hooks = saved_tensors_hooks(_as_it_is, _as_it_is) if in_checkpoint() else None
+            with hooks or contextlib.nullcontext():
+                result = total / divisor
             key = self._key(function, arguments)
             is_counted = RULES[function] is RULES[F.cross_entropy] or "weight" in arguments
             # Other divisors follow from sizes.
@@ -862,6 +878,10 @@ class SumNotes(TorchFunctionMode):
                 total = self._add("the loss", weighted_sum(leaf, 1))
                 self._quotient("the loss", total, 1.0, object(), leaf, is_target=False)
                 self._facts[leaf] = self._facts[leaf]._replace(form=_OTHER)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def lengths_of(shapes: Iterable[torch.Size], rows: int) -> list[float | None]:

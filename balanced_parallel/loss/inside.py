@@ -23,16 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
+from ..batch.marks import Arguments, map_marked
 from ..batch.outputs import PerReplica
-from ..batch.rows import (
-    NOTHING,
-    Arguments,
-    ParallelModel,
-    count_rows,
-    has_number,
-    map_marked,
-    take,
-)
+from ..batch.rows import NOTHING, ParallelModel, count_rows, has_number, take
 from ..replicas.batchnorm import meets_others
 from ..replicas.module_tree import keep_numbers
 from ..replicas.replicas import without_trace

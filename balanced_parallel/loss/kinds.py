@@ -2,14 +2,12 @@
 
 It is chosen once, from the settings of a criterion::
 
-    Sum          the parts add up
+    Sum          the parts add up; of a criterion that communicates with the other ranks, their mean
     KnownMean    a loss of torch: called with reduction="sum", and divided once by its weight
     WeighedMean  mean x weight of each shard, divided once by the sum of the weights
     MeansInside  the criterion is a function of sums over the rows
     OneCount     the same, once a batch has shown a linear combination of sums over one count
-    MeanOfRanks  the criterion communicates with the other ranks: the mean of their values
-    OfSums       a function of statistics that add up (Dice)
-    OfAllRows    a function of all outputs (contrastive)
+    Coupled      a function of statistics that add up (Dice), or of all outputs (contrastive)
 
 A kind is immutable, and does not know the batches. What these show of a loss (:meth:`Kind.learned`)
 is another kind, which the user of the criterion keeps.
@@ -27,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
+from ..batch.marks import parameters_of
 from ..batch.outputs import PerReplica
-from ..batch.rows import Batch, ParallelModel, move_leaves, parameters_of, spread
+from ..batch.rows import Batch, ParallelModel, move_leaves, spread
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
@@ -70,6 +69,10 @@ Divisor = (
 )
 SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 _HOST = torch.device("cpu")
+_LEARNED = (
+    "weight= returned a tensor with a gradient, expected a divisor without one: leave weight= out for a criterion that is a "
+    "function of sums over the rows, as (w * errors).sum() / w.sum(); detach() the weights if the criterion does"
+)
 
 
 class Kind(abc.ABC):
@@ -186,7 +189,8 @@ class _OfRows(Kind):
 
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
         """Returns the kind for the next batch."""
-        return MeanOfRanks(self.settings, self.reduction) if copies.collectives.is_used else self
+        is_used = copies.collectives.is_used
+        return Sum(self.settings, self.reduction, is_mean=True) if is_used else self
 
 
 class _OfOnePass(_OfRows):
@@ -229,13 +233,17 @@ class Unreduced(_OfOnePass):
         )
 
 
+@dataclass(frozen=True, eq=False)
 class Sum(_OfOnePass):
-    """A criterion that is a sum. It is not called without rows."""
+    """A criterion that is a sum. It is not called without rows.
 
-    _weight_of_part: ClassVar[float | None] = None
+    One that communicates with the other ranks is a mean over them.
+    """
+
+    is_mean: bool = False
 
     def _part(self, shard: ShardLoss) -> Any:
-        weight = self._weight_of_part
+        weight = 1.0 if self.is_mean else None
         if not shard.rows:
             return LossSum(shard.nothing(), weight)
 
@@ -243,13 +251,6 @@ class Sum(_OfOnePass):
             return None if leaf is None else LossSum(weighted_sum(leaf, 1), weight)
 
         return containers.map_leaves(part_of, shard.call())
-
-
-class MeanOfRanks(Sum):
-    """A criterion that communicates with the other ranks. Its values are averaged over them."""
-
-    is_mean = True
-    _weight_of_part = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -381,6 +382,8 @@ class WeighedMean(_Mean):
         minimum = self.settings.minimum
         bounds = bounds_of(minimum, weights)
         is_skipped = weights == 0 == minimum and not shard.collectives.sums_rows
+        if is_skipped and shard.rows:
+            _refuse_uncounted(shard)
         if not shard.rows or is_skipped:
             # The criterion would return nan or raise an error.
             nothing = shard.nothing()
@@ -391,13 +394,28 @@ class WeighedMean(_Mean):
             bounds = bounds_of(0.0, 1.0)
         return _weighted(means, weights, bounds, "the loss")
 
-    @torch.no_grad()
     def _read(self, shards: Sequence[ShardLoss]) -> list[Any]:
         """Returns the weights of several shards as numbers. The host waits once at most."""
         weighed = [call_weight(self.settings.weight, shard) for shard in shards]
+        if any(tensor.requires_grad for tensor in containers.tensors_in(weighed)):
+            raise ValueError(_LEARNED)
         numbers = iter(flat_weights(weighed))
         weights: list[object] = map_weights(lambda _: next(numbers), weighed)
         return weights
+
+
+@torch.no_grad()
+def _refuse_uncounted(shard: ShardLoss) -> None:
+    """Raises ``ValueError`` if a shard whose weight is zero has a sum that is not: it is infinite."""
+    try:
+        means = shard.call()
+    except Exception:  # noqa: BLE001 - it may need something that is counted
+        return
+    if any(bool(mean.isinf().any()) for mean in containers.tensors_in(means)):
+        raise ValueError(
+            "the loss of a shard is infinite, and its weight= is 0, so that its sum is unknown, expected a weight that counts "
+            "all terms of the sum: leave weight= out, or give minimum= for a criterion that divides by max(count, minimum)"
+        )
 
 
 def _sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:
@@ -484,18 +502,12 @@ class OneCount(MeansInside):
         return parts
 
 
-class OfSums(_OfTwoPasses):
-    """A function of statistics, an :class:`AdditiveLoss`. Only these are moved."""
+@dataclass(frozen=True, eq=False)
+class Coupled(_OfTwoPasses):
+    """A loss whose rows depend on each other."""
 
+    loss: type[CoupledLoss]  # type: ignore[misc]  # A class variable of other kinds.
     couples_rows = True
-    loss = LossOfSums
-
-
-class OfAllRows(_OfTwoPasses):
-    """A function of all outputs, which are gathered."""
-
-    couples_rows = True
-    loss = WholeLoss
 
 
 def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, minimum: Any) -> Kind:
@@ -506,9 +518,9 @@ def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, min
     """
     _check_settings(criterion, weight, reduction, minimum, whole=whole)
     if whole:
-        return OfAllRows()
+        return Coupled(WholeLoss)
     if isinstance(criterion, AdditiveLoss):
-        return OfSums()
+        return Coupled(LossOfSums)
     return LossSettings(criterion, weight, minimum, reduction or reduction_of(criterion)).kind()
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica
 from ..batch.rows import NOTHING, ParallelModel, Shard
 from ..runtime.collectives import world_size
 from ..runtime.devices import move
@@ -44,6 +43,10 @@ class UnknownMeanError(ValueError):
 
     def __str__(self) -> str:
         return "".join(self.args)
+
+
+class ChangedLossError(UnknownMeanError):
+    """A criterion was a linear combination of sums over one count, and is another function now."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,8 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     Raises:
         UnknownMeanError: with ``is_split``, if a loss is not a function of sums over the rows.
     """
+    if is_split:
+        _refuse_parameters(shard.output)
     criterion, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
     targets = shard.targets, shard.kwargs
     notes: SumNotes = shard.notes or SumNotes()
@@ -110,8 +115,24 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
         return Noted(result, *notes.formula(result))
     unknown = [place for place in unknown if place in formula.losses]
     if unknown:
-        _refuse_unknown(criterion, unknown[0], has_unknown_count=notes.has_unknown_count)
+        has_scalars = any(not tensor.dim() for tensor in containers.tensors_in(targets))
+        _refuse_unknown(
+            criterion,
+            unknown[0],
+            has_unknown_count=notes.has_unknown_count,
+            has_scalars=has_scalars,
+        )
     return Noted(result, formula, statistics)
+
+
+def _refuse_parameters(output: object) -> None:
+    """Raises ``ValueError`` for an output that is a parameter, whose sum each shard would add."""
+    for place, leaf in containers.leaves(output, "output"):
+        if isinstance(leaf, nn.Parameter) and leaf.dim():
+            raise ValueError(
+                f"{place} is a parameter of the model of shape {tuple(leaf.shape)}, which has no rows, expected a value for each "
+                "row, as parameter.expand(len(inputs), -1), or a criterion that has the parameter itself"
+            )
 
 
 def single_mean(shard: ShardLoss, least: float) -> LossSum:
@@ -128,10 +149,10 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
     _refuse_totals(noted.result, formula)
     mean = formula.mean_of(formula.losses)
     if mean is None or mean.bound != least:
-        raise UnknownMeanError(
-            f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the first batch: "
+        raise ChangedLossError(
+            f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the batches before: "
             f"{formula.text_of(formula.losses)}",
-            f"; {_ALWAYS}, a function (output, *targets) -> scalar",
+            f"; {_ALWAYS}, a function (output, *targets) -> scalar; or make another TrainStep where the loss changes",
         )
     devices = (each.value.device for each in noted.statistics if isinstance(each.value, Tensor))
     sums = noted.tensors(next(devices))
@@ -157,15 +178,19 @@ def _values_of(noted: Noted, sums: Sequence[Tensor]) -> LoggedMeans:
 
 
 def _sum_of(noted: Noted, mean: Form, sums: Sequence[Tensor], shard: ShardLoss) -> LossSum:
-    """Returns the sum of the losses, and its weight. No count is zero in it."""
+    """Returns the sum of the losses, and its weight.
+
+    A count of zero is a very small one in it, a power of two: the sum over it may be another than
+    zero, as that of all anchors over the number of positives.
+    """
     formula = noted.formula
     count: Any = 0.0
     factor: Any = 1.0
     values = []
     for each, value in zip(noted.statistics, sums, strict=True):
         if mean.kind == "mean" and each.key == mean.key:
-            count = factor = each.value
-            value = torch.where(value != 0, value, 1)
+            count = each.value
+            value = factor = torch.where(value != 0, value, _SMALL)
             if mean.least:
                 value = factor = value.clamp(min=mean.least)
         values.append(value)
@@ -193,7 +218,9 @@ def _refuse_totals(result: object, formula: Formula) -> None:
             places[each.number] = place
 
 
-def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = False) -> NoReturn:
+def _refuse_unknown(
+    criterion: object, place: str, *, has_unknown_count: bool = False, has_scalars: bool = False
+) -> NoReturn:
     refuse_coupled(criterion)
     if has_unknown_count:
         raise UnknownMeanError(
@@ -207,6 +234,8 @@ def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = 
         if setting == "mean"
         else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
     )
+    if has_scalars:
+        note += "; a target that is a scalar tensor may differ between shards: pass a number, as float(scale), or a buffer"
     raise UnknownMeanError(
         f"the loss{place} of {containers.describe(criterion)} is not a function of sums over the rows, so that of several shards "
         "of a batch is unknown",
@@ -301,7 +330,8 @@ class LossOfMeans(LossOfSums):
 
     def _learns(self, place: SumName) -> bool:
         """Returns True for the sums of losses that have a gradient."""
-        return self._is_of_loss[place.number]
+        is_of_loss: bool = self._is_of_loss[place.number]
+        return is_of_loss
 
     @functools.cached_property
     def _is_of_loss(self) -> list[bool]:
@@ -328,7 +358,11 @@ class LossOfMeans(LossOfSums):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         self._is_by_hand = True
-        result = super().value(calls)
+        return super().value(calls)
+
+    def finish(self, nothing: Tensor) -> Any:
+        """Returns the loss of all statistics, as in :class:`LossOfSums`."""
+        result = super().finish(nothing)
         for place, leaf in containers.leaves(result):
             if isinstance(leaf, Unknown):
                 _refuse_unknown(self.copies.criterion, place)
@@ -418,10 +452,6 @@ class LossOfMeans(LossOfSums):
                 parts.append((part.tensors, rows))
         return parts
 
-    def _sample(self, output: PerReplica, shard: Shard) -> None:
-        refuse_coupled(self.copies.criterion)
-        super()._sample(output, shard)
-
     def _kind(self, place: Any) -> Hashable:
         kind: str = place.kind
         return kind
@@ -434,6 +464,7 @@ class LossOfMeans(LossOfSums):
             compare_names([*parts[0]], [*part])
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        refuse_coupled(self.copies.criterion)
         is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
         of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
         advice = _COUNTS if is_of_number else of_rows
@@ -484,6 +515,7 @@ _COUNTS = (
     "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
     "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, multiply by 1 / constant"
 )
+_SMALL = 2.0**-63  # In float32 a sum of 1e19 can be divided by it.
 _DEPENDENT_IN_MODEL = (
     ". The rows depend on each other, or the model draws random numbers for all of them: return what the loss needs, such as the "
     "embeddings, and compute it in a criterion, with whole=True for a loss of all rows"

@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,9 +22,10 @@ from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
 from .operators import CONVOLUTIONS, RECURRENT_LAYERS, UnknownMemory
 from .problem import LossFunction, Problem, Request
-from .report import PARTS, MemoryReport, OtherBatches, holders_of
+from .report import PARTS, KindComparison, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
 from .trace.layouts import LAYOUTS, OptimizerChoice, wrap
+from .trace.quantized import FOUR_BITS, is_four_bit
 from .trace.tracer import run_traces
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -52,6 +53,8 @@ def estimate(
     whole_gradients: bool = False,
     expandable_segments: bool = False,
     mode: str = "train",
+    keeps_outputs: bool = False,
+    keeps_gradients: bool | None = None,
 ) -> MemoryReport:
     """Predicts the memory of an update on each device.
 
@@ -73,7 +76,10 @@ def estimate(
         micro_batch_size: rows per device in one forward. ``None`` is a device's whole share.
         layout: ``"single"``, the plain program on one device; ``"replicas"``,
             :class:`DataParallelModel`; ``"ddp"`` and ``"fsdp"``, one rank of several, with
-            ``inputs`` of its own. Rows of the report are those of all ranks.
+            ``inputs`` of its own. Rows of the report are those of all ranks. ``"step"``, an update
+            in your own words: the criterion is ``update(module, optimizer, *inputs, *targets)``,
+            which runs every forward, backward and ``step()``, and ``optimizer`` is a function of
+            the module, which returns what ``update`` gets.
         devices: number of devices, or of ranks.
         balanced_optimizer: uses :class:`BalancedOptimizer`. With ddp and fsdp, the rank is the one
             that owns the most whole parameters; elementwise optimizers of fsdp need none.
@@ -92,8 +98,12 @@ def estimate(
             ``PYTORCH_ALLOC_CONF=expandable_segments:True`` makes it.
         mode: ``"train"``, or ``"evaluate"``: ``criterion(module(inputs), targets)`` after
             ``module.eval()`` under ``torch.no_grad()``, without gradients and an optimizer.
-            Outputs are released after the loss of their forward, and stay on their devices: those
-            that a program keeps or gathers are not counted.
+            Outputs stay on their devices: those that a program gathers are not counted.
+        keeps_outputs: a variable of the loop has the outputs until the next forward has returned.
+            Otherwise they are released after their loss. The report tells the difference.
+        keeps_gradients: the loop calls ``zero_grad()`` after the forward, and not before. ``None``
+            is True with ``layout="single"`` and one micro-batch, as in most loops, and False
+            elsewhere, as in :class:`TrainStep`.
 
     Raises:
         ValueError: a setting is out of its range; the inputs have no rows; the memory of an
@@ -121,8 +131,58 @@ def estimate(
         whole_gradients=whole_gradients,
         expandable_segments=expandable_segments,
         mode=mode,
+        keeps_outputs=keeps_outputs,
+        keeps_gradients=keeps_gradients,
     )
     return make_report(request, -(-request.rows // request.micro_batches))
+
+
+def compare_kinds(
+    module: nn.Module,
+    criterion: LossFunction,
+    inputs: object,
+    targets: object,
+    *,
+    device_kind: Sequence[str],
+    dim: int = 0,
+    scalar: float | None = None,
+    **settings: Any,
+) -> KindComparison:
+    """Predicts the memory of an update on GPUs of several kinds, from one pair of traces.
+
+    Args:
+        module, criterion, inputs, targets, dim, scalar, settings: as for :func:`estimate`.
+        device_kind: names of GPUs, such as ``["a100", "rtx4090"]``.
+
+    Returns:
+        A :class:`MemoryReport` for each name, as a dictionary. Printed, it is a table: whether the
+        batch fits, the bytes that are left, and the most rows of a micro-batch.
+
+    Raises:
+        ValueError: as for :func:`estimate`, or a kind is not a GPU.
+
+    Example:
+        >>> batch = torch.zeros(8, 256), torch.zeros(8, 256)
+        >>> found = compare_kinds(torch.nn.Linear(256, 256), torch.nn.MSELoss(), *batch, device_kind=["t4", "a100"])
+        >>> found["a100"].at(8).fits, found["a100"].nvidia_smi > found["t4"].nvidia_smi
+        (True, True)
+    """
+    kinds = {name: find_kind(name) for name in device_kind}
+    others = [name for name, kind in kinds.items() if not kind.is_gpu]
+    if others or not kinds:
+        raise ValueError(f"device_kind={others}, expected names of GPUs, such as 'a100'")
+    largest = max(kinds, key=lambda name: kinds[name].workspace)
+    problem = Problem(module, criterion, inputs, targets, dim, scalar)
+    request = make_request(problem, device_kind=largest, **settings)
+    rows = -(-request.rows // request.micro_batches)
+    exact, lines = lines_of(request, rows)
+    source = lines if lines.first.rows == rows else exact
+    return KindComparison(
+        {
+            name: make_report(dataclasses.replace(request, kind=kind), rows, source.on(kind))
+            for name, kind in kinds.items()
+        }
+    )
 
 
 _CALLS = {
@@ -147,6 +207,8 @@ def make_request(
     whole_gradients: bool = False,
     expandable_segments: bool = False,
     mode: str = "train",
+    keeps_outputs: bool = False,
+    keeps_gradients: bool | None = None,
 ) -> Request:
     """Checks the arguments of :func:`estimate`, and makes a request of them.
 
@@ -161,15 +223,15 @@ def make_request(
     Precision(precision)
     for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
-    _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients)
+    _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients, micro_batch_size)
     shares = split or LAYOUTS[layout].devices_per_process(devices)
     batch = batch or problem.batch
     wrapped = wrap(problem.criterion)
-    couples_rows = wrapped.kind.couples_rows
+    couples_rows = wrapped.kind.couples_rows and layout != "step"
     return Request(
         module=problem.module,
         # Layouts wrap a loss of rows again.
-        criterion=problem.criterion if couples_rows else wrapped.module,
+        criterion=problem.criterion if couples_rows or layout == "step" else wrapped.module,
         batch=batch,
         scalar=problem.scalar,
         optimizer=OptimizerChoice(optimizer),
@@ -184,6 +246,8 @@ def make_request(
         savings=sorted_names(savings),
         whole_gradients=whole_gradients,
         mode=mode,
+        keeps_outputs=keeps_outputs,
+        keeps_gradients=layout == "single" if keeps_gradients is None else keeps_gradients,
     )
 
 
@@ -193,10 +257,11 @@ def _check_layout(
     devices: int,
     balanced_optimizer: bool,
     whole_gradients: bool,
+    micro_batch_size: int | None,
 ) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
-    if layout == "single" and (devices > 1 or balanced_optimizer):
+    if layout in ("single", "step") and (devices > 1 or balanced_optimizer):
         setting = f"devices={devices}" if devices > 1 else "balanced_optimizer=True"
         raise ValueError(
             f"{setting} with layout={layout!r}, expected layout='replicas', 'ddp' or 'fsdp'"
@@ -205,6 +270,10 @@ def _check_layout(
         raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}, expected one of {', '.join(MODES)}")
+    if layout == "step" and (mode == "evaluate" or micro_batch_size):
+        raise ValueError(
+            f"layout='step' with mode={mode!r}, micro_batch_size={micro_batch_size}, expected neither: the step runs whole"
+        )
     if mode == "evaluate" and (balanced_optimizer or whole_gradients):
         raise ValueError(
             "mode='evaluate' has no gradients, expected balanced_optimizer and whole_gradients with mode='train'"
@@ -212,17 +281,19 @@ def _check_layout(
 
 
 def _refuse_quantized(module: nn.Module) -> None:
-    """Raises :class:`UnknownMemory` for weights of bitsandbytes and torchao, whose kernels no trace
-    knows.
+    """Raises :class:`UnknownMemory` for weights of bitsandbytes and torchao, but for those of four
+    bits of bitsandbytes: no trace knows their kernels.
     """
     for name, part in module.named_modules():
+        if is_four_bit(part):
+            continue
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
             kind = type(tensor)
             if kind.__module__.startswith(("bitsandbytes", "torchao")):
                 raise UnknownMemory(
                     f"{name} ({type(part).__name__}) has a weight of {kind.__module__}.{kind.__name__}, and the memory of its "
                     "kernels is not known: give the model before its quantization, with the plain weights in bf16, which "
-                    "needs more; a 4-bit weight takes a quarter of their bytes, an 8-bit weight half"
+                    "needs more, or with 4-bit layers of bitsandbytes, which are known"
                 )
 
 
@@ -319,13 +390,33 @@ def _assumed(request: Request, lines: Lines, rows: int) -> dict[str, str]:
             assumed["recurrent layers"] = RECURRENT_LAYERS
         if "aten.convolution" in operators:
             assumed["convolutions"] = CONVOLUTIONS
-    late = lines.allocated_late(0, rows) if request.micro_batches == 1 else 0
-    if late > lines.allocated(0, rows):
-        assumed["zero_grad"] = (
-            f"assumed: before the forward. After it, device 0 has {format_bytes(late)} of tensors"
-        )
+    if request.micro_batches == 1 and request.mode == "train" and not request.layout.is_whole:
+        assumed |= _assumed_of_loop(request, lines, rows)
+    if any(map(is_four_bit, request.module.modules())):
+        assumed["4-bit weights"] = FOUR_BITS
     if any(map(is_compiled, request.module.modules())):
         assumed["compiled"] = _COMPILED
+    return assumed
+
+
+def _assumed_of_loop(request: Request, lines: Lines, rows: int) -> dict[str, str]:
+    """Returns what a loop is assumed to keep, and what it needs if it keeps more."""
+    assumed = {}
+    if request.keeps_gradients:
+        assumed["zero_grad"] = (
+            "assumed: after the forward; a loop that calls it before has keeps_gradients=False"
+        )
+    elif more := lines.more_if_kept(0, rows, lambda block: block.kind == "gradients"):
+        assumed["zero_grad"] = (
+            f"assumed: before the forward; a loop that calls it after needs {format_bytes(more)} more"
+        )
+    if not request.keeps_outputs and (
+        more := lines.more_if_kept(0, rows, lambda block: block.is_output)
+    ):
+        assumed["outputs"] = (
+            "assumed: released after the loss; a loop that keeps them until the next forward needs "
+            f"{format_bytes(more)} more (keeps_outputs=True)"
+        )
     return assumed
 
 

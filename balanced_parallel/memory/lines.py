@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..batch.plan import split_sizes
 from .allocator import Replay, replay
+from .devices import DeviceKind
 from .problem import Request
 from .trace.allocations import MAYBE, Block, Trace
 from .trace.fakes import fake_devices
@@ -63,6 +64,19 @@ class Lines:
         self._events = np.array(first.events, dtype=np.int64)
         self._replays: dict[object, Replay | None] = {}
 
+    def on(self, kind: DeviceKind) -> "Lines":
+        """Returns the lines of another kind of GPU, whose workspaces have another size."""
+        traces = []
+        for trace in filter(None, (self.first, self.second)):
+            blocks = [
+                dataclasses.replace(block, size=kind.workspace)
+                if block.kind == "workspace"
+                else block
+                for block in trace.blocks
+            ]
+            traces.append(dataclasses.replace(trace, blocks=blocks))
+        return Lines(dataclasses.replace(self.request, kind=kind), *traces)
+
     @property
     def is_affine(self) -> bool:
         """True if the same operators allocated and released memory in both traces, so that other
@@ -108,16 +122,20 @@ class Lines:
         """Returns the maximum of bytes in use in the second update."""
         return int(self.levels(device, rows).max())
 
-    def allocated_late(self, device: int, rows: int) -> int:
-        """Returns the maximum of bytes in use if gradients of the update before are released after
-        the forward.
+    def more_if_kept(self, device: int, rows: int, is_kept: Callable[[Block], bool]) -> int:
+        """Returns how much higher the peak is if a loop keeps some blocks of an update until the
+        backward of the next.
         """
-        events = self._events[: self.first.marks.get("backward", 0)]
-        numbers = np.abs(events) - 1
-        is_gradient = np.array([block.kind == "gradients" for block in self.first.blocks])
+        numbers = np.abs(self._events) - 1
+        mask = np.array([is_kept(block) for block in self.first.blocks])[numbers]
         sizes, _ = self._sums(device, rows)
-        extra = np.cumsum(sizes[numbers] * (is_gradient[numbers] & (events < 0)))[self.start :]
-        return int((self.levels(device, rows)[: len(extra)] + extra).max(initial=0))
+        released = sizes[numbers] * (mask & (self._events < 0))
+        extra = np.cumsum(released)
+        backward = self.first.marks["backward"]
+        is_first = numbers < self._events[: self.start].max(initial=0)
+        extra[backward:] -= (released * is_first)[:backward].sum()
+        levels = self.levels(device, rows)
+        return int((levels + extra[self.start :]).max() - levels.max())
 
     def allocated_by_device(self, rows: int) -> tuple[int, ...]:
         """Returns the maximum of bytes in use on each device."""

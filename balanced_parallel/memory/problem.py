@@ -62,6 +62,7 @@ class Layout(Protocol):
     is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
     batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
     is_sharded: ClassVar[bool] = False  # the parameters are DTensors
+    is_whole: ClassVar[bool] = False  # the criterion runs the update, with its backwards
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
     parameters: list[nn.Parameter]
     replicas: Sequence[Any] = ()  # The model has some, and the criterion.
@@ -109,8 +110,16 @@ class Layout(Protocol):
         """Runs the forward of one micro-batch, with the loss of its own rows."""
         ...
 
+    def run(self, part: Shard) -> None:
+        """Runs a whole update, with its backwards and the steps of its optimizers."""
+        return
+
     def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
+        ...
+
+    def take_outputs(self) -> list[object]:
+        """Returns the outputs of the last forward. They stay alive if the request says so."""
         ...
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -167,6 +176,8 @@ class Request:
     update_rows: int | None = None  # over all devices of a process; None for those of the batch
     whole_gradients: bool = False  # FSDP keeps them until the last micro-batch.
     mode: str = "train"
+    keeps_outputs: bool = False  # The loop has them until the next forward.
+    keeps_gradients: bool = False  # The loop clears them behind the forward.
     # Each gradient has a bucket with 0, so that blocks repeat. The memory lacks that of some buckets.
     bucket_bytes: int | None = None
 

@@ -13,21 +13,14 @@ import torch
 from torch import nn
 
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import (
-    NOTHING,
-    Arguments,
-    Batch,
-    Noting,
-    ParallelModel,
-    Shard,
-    move_arguments,
-)
+from ..batch.rows import NOTHING, Batch, Noting, ParallelModel, Shard, move_arguments
 from ..runtime.collectives import OnCollective, refuse_renorm
 from ..runtime.devices import DeviceLike, Devices, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
-from ..runtime.torch_private import children_of
+from ..runtime.torch_private import children_of, profiled
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
 from .all_rows import SumOverRows
 from .batchnorm import AllRowsBatchNorm
@@ -310,5 +303,5 @@ def _call(method: str | None, noting: Noting | None, replica: nn.Module, shard: 
     function = replica if method is None else getattr(replica, method)
     if noting is not None:
         function = functools.partial(noting.call, replica, function)
-    with shard.context():
+    with shard.context(), profiled(f"replica on {shard.device}"):
         return function(*inputs, **kwargs)

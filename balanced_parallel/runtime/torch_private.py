@@ -53,6 +53,10 @@ __all__ = [
     "TorchDispatchMode",
 ]
 
+# A block that torch's profiler shows as a range of this name. Without a profiler it costs nothing:
+# torch.profiler.record_function calls operators then too.
+profiled = torch._C._profiler._RecordFunctionFast
+
 # Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private
 # functions.
 

@@ -42,9 +42,11 @@ def broadcast(tensor: Tensor, targets: Sequence[Tensor]) -> None:
 def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
     """Sums ``tensors`` of several devices into ``output``."""
     places = [tensor.device for tensor in tensors]
-    if output.device in places and _have_nccl(tensors):
-        _run(nccl.reduce, [*map(_real, tensors)], _real(output), root=places.index(output.device))
-    else:
+    with torch_private.profiled("reduction"):
+        if output.device in places and _have_nccl(tensors):
+            root = places.index(output.device)
+            _run(nccl.reduce, [*map(_real, tensors)], _real(output), root=root)
+            return
         copy(output, tensors[0])
         for tensor in tensors[1:]:
             output.add_(move(tensor, output.device))
@@ -59,7 +61,8 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
     sizes = [output.numel() for output in outputs]
     has_nccl = _have_nccl(tensors)
     if in_order and has_nccl and len(set(sizes)) == 1:
-        _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
+        with torch_private.profiled("reduction"):
+            _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
         return
     # One list for each output.
     slices = [

@@ -50,8 +50,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import describe, leaves, map_leaves, map_tensors, tensors_in
+from ..batch.marks import Along, Arguments, Rows
 from ..batch.outputs import PerReplica
-from ..batch.rows import Along, Arguments, Rows, move_arguments
+from ..batch.rows import move_arguments
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, hand_back, run_backward, zero_of

@@ -38,8 +38,9 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from ..batch.containers import tensors_in
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, move_arguments, move_leaves
+from ..batch.rows import move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, run_backward, widen, zero_of
 from ..replicas.module_tree import find_blocks, keep_numbers

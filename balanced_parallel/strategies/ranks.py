@@ -19,16 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import Dims, map_leaves, map_tensors, tensors_in
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
-from ..batch.rows import (
-    Arguments,
-    ParallelModel,
-    Shard,
-    count_rows,
-    move_arguments,
-    move_leaves,
-    take,
-)
+from ..batch.rows import ParallelModel, Shard, count_rows, move_arguments, move_leaves, take
 from ..loss.criterion import DataParallelCriterion
 from ..loss.means import SumName, compare_names, digest_names
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two

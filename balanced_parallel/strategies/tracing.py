@@ -31,19 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import leaves, map_leaves
+from ..batch.marks import Along, Arguments, map_marked
 from ..batch.plan import split_sizes
-from ..batch.rows import (
-    Along,
-    Arguments,
-    Batch,
-    Shard,
-    as_arguments,
-    count_rows,
-    map_marked,
-    move_leaves,
-    spread,
-    take,
-)
+from ..batch.rows import Batch, Shard, as_arguments, count_rows, move_leaves, spread, take
 from ..loss.coupled import CoupledLoss, WholeLoss
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import plain_loss

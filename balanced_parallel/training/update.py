@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import describe
+from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica, detach_outputs
 from ..batch.rows import (
-    Arguments,
     Batch,
     Cut,
     MicroBatch,
@@ -41,6 +41,7 @@ from ..batch.rows import (
     spread,
 )
 from ..loss.copies import Calls
+from ..loss.coupled import CoupledLoss
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
@@ -49,7 +50,7 @@ from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure
 from ..runtime.devices import move, start_copy
-from ..runtime.torch_private import is_compiled
+from ..runtime.torch_private import is_compiled, profiled
 from ..runtime.values import Precision, PrecisionName, forget_gradients, scaled
 from .forward_state import ForwardState
 from .optimizers import ParameterUpdate
@@ -308,6 +309,9 @@ class Accumulation(Attempt):
         weight_before: that of the last update, over everything, or 0.
     """
 
+    # The only micro-batch of an update has no first pass, for a loss of two.
+    takes_one_pass: ClassVar[bool] = True
+
     def __init__(
         self,
         forwards: Forwards,
@@ -370,13 +374,19 @@ class Accumulation(Attempt):
         with self.sync.accumulating():
             for number, shards in enumerate(before, start=1):
                 # No variable keeps the losses, and their graph, during the next forward.
-                self._backward(
-                    self.forwards.run(shards, compute, run.outputs),
-                    len(plan) - number,
-                    is_last=False,
-                )
+                with profiled("micro-batch"):
+                    self._backward(
+                        self.forwards.run(shards, compute, run.outputs),
+                        len(plan) - number,
+                        is_last=False,
+                    )
         for shards in last:
-            self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
+            with profiled("micro-batch"):
+                self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
+
+    def run_again(self, run: BatchRun, loss: CoupledLoss) -> None:
+        """Runs a batch in the second of two passes."""
+        self.run(run, self.plan(run), loss.hand_back)
 
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns the shards of each micro-batch. Ranks may have to agree on their number."""

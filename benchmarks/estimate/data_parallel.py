@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
 from balanced_parallel import Precision, gather
+from balanced_parallel.batch.marks import Arguments
 from balanced_parallel.batch.plan import consecutive, split_sizes
-from balanced_parallel.batch.rows import Arguments, Shard, count_rows, cut, move_leaves
+from balanced_parallel.batch.rows import Shard, count_rows, cut, move_leaves
 from balanced_parallel.loss.copies import ShardLoss
 from balanced_parallel.memory.trace.fakes import HOME, fake_devices
 from balanced_parallel.memory.trace.layouts import LAYOUTS, SingleDevice

@@ -95,7 +95,7 @@ def build(name: str, **settings: int) -> Problem:
 
 def estimate(problem: Problem, **settings: object) -> MemoryReport:
     """Estimates the memory of a problem on the CPU, or with other settings."""
-    arguments: dict[str, object] = {"device_kind": "cpu"} | settings
+    arguments: dict[str, object] = {"device_kind": "cpu", "keeps_gradients": False} | settings
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         return memory.estimate(problem.module, problem.criterion, problem.inputs, problem.targets, **arguments)  # type: ignore[arg-type]
 

@@ -41,13 +41,14 @@ def largest(name: str, way: str) -> int:
 
 
 def draw(table: dict[str, dict[str, int]]) -> None:
-    """Draws one panel for each model, with a bar for each way."""
+    """Draws one panel for each model, with a bar for each way, to be read on white and on black."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colours = ["#9a9a9a", "#7fb3d9", "#3b83bd", "#1b4f7a"]
+    matplotlib.rcParams.update({"text.color": "#757575", "axes.edgecolor": "#757575"})
+    colours = ["#9a9a9a", "#7fb3d9", "#3b83bd", "#2465a0"]
     figure, axes = pyplot.subplots(1, len(table), figsize=(12, 3.2), layout="constrained")
     for axis, (name, rows) in zip(axes, table.items(), strict=True):
         bars = axis.bar(range(len(rows)), rows.values(), color=colours)
@@ -59,7 +60,7 @@ def draw(table: dict[str, dict[str, int]]) -> None:
         axis.spines[["top", "right", "left"]].set_visible(False)
     figure.legend(bars, WAYS, loc="outside lower center", ncols=len(WAYS), frameon=False)
     figure.suptitle("Rows in one forward on 4 x 24 GiB (predicted, not measured on a GPU)")
-    figure.savefig(CHART, dpi=100)
+    figure.savefig(CHART, dpi=100, transparent=True)
     pyplot.close(figure)
 
 

@@ -83,6 +83,7 @@ SOURCES = {
     "G": Source("LitGPT, tutorials/resource-tables.md", "A100-SXM4-40GB", "2.1.0", "allocated", allocated),
     "T": Source("torchtune, README", "A100-SXM4-80GB", "not stated", "active", allocated),
     "AO": Source("torchao, torchao/optim/README.md", "A100-SXM4-80GB", "not stated", "allocated", allocated),
+    "S": Source("benchmark of transformers' pull request 28802", "A100-SXM4-80GB", "not stated", "allocated", allocated),
     "R": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "allocated", allocated),
     "R'": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "reserved", reserved),
     "N": Source("GPUMemNet", "A100-SXM4-40GB", "not stated", "nvidia-smi", _GPUMEMNET),
@@ -114,6 +115,22 @@ _mobile, _resnet, _vgg = (functools.partial(models.convolutional, name) for name
 _CUDNN = "workspaces and kernels of cuDNN"
 _LITGPT = "the program is rebuilt: how it rotates and what it keeps until the next loss is partly a guess"
 _VOCABULARY = {4096: 1280.126, 8192: 2560.126, 16384: 5120.126, 32768: 10240.126, 65536: 20480.125, 131072: 40960.125}
+_BERT = {
+    (4, 256): 764.834,
+    (4, 512): 1225.602,
+    (8, 256): 1225.065,
+    (8, 512): 2134.262,
+    (16, 256): 2134.262,
+    (16, 512): 3961.013,
+}
+_QLORA = {
+    ("phi-1.5", False): 3.78,
+    ("phi-1.5", True): 3.72,
+    ("StableLM-3B", False): 6.35,
+    ("StableLM-3B", True): 6.19,
+    ("Llama-2-7B", False): 14.14,
+    ("Llama-2-7B", True): 13.84,
+}
 _WIDTHS = {1024: 80.02, 2048: 160.031, 4096: 320.055, 8192: 640.102, 16384: 1280.195, 32768: 2560.383}
 ROWS = [
     *_rows("L", "cross entropy of 16384 x {}", blocks.cross_entropy, _VOCABULARY),
@@ -130,10 +147,24 @@ ROWS = [
         "G", "LoRA of StableLM-3B, {} x 1034", _stable, {1: _gigabytes(9.69), 2: _gigabytes(12.1), 4: _gigabytes(16.92)}, _LITGPT
     ),
     *_rows("G", "LoRA of Llama-2-7B, {} x 1304", _llama, {1: _gigabytes(21.3), 2: _gigabytes(29.07)}, _LITGPT),
+    *[
+        Row(
+            "G",
+            f"QLoRA of {name}, {'nf4-dq' if nested else 'nf4'}, 1 row",
+            _gigabytes(size),
+            functools.partial(models.qlora, name, nested),
+            _LITGPT,
+        )
+        for (name, nested), size in _QLORA.items()
+    ],
     Row("T", "Llama 3.2 3B, bf16, 2 x 4096, AdamW", 60 * 1024, models.llama_3b, "torchtune copies keys and values per head"),
     Row("AO", "DINOv2 giant, bf16, 32 images, checkpointed", _gigabytes(9.82), models.vit_giant),
     Row("R", "GPT-2, 2 x 16, AdamW", 2506.73664e6 / MIB, models.gpt2),
     Row("R", "BERT, 2 x 16, AdamW", 2195.345408e6 / MIB, models.bert_base),
+    *[
+        Row("S", f"BERT in float16, {rows} x {length}", size * 1e6 / MIB, functools.partial(models.bert_half, rows, length))
+        for (rows, length), size in _BERT.items()
+    ],
     Row("R'", "GPT-2, 2 x 16, AdamW", 2894.06976e6 / MIB, models.gpt2),
     Row("R'", "BERT, 2 x 16, AdamW", 2497.708032e6 / MIB, models.bert_base),
     *_rows("N", "MobileNetV2, {} images", _mobile, {32: 4544, 128: 12578}, _CUDNN),
@@ -145,7 +176,8 @@ ROWS = [
 def predict(row: Row) -> MemoryReport:
     """Returns the report of a row's program on its GPU."""
     program = row.build()
-    settings = {"device_kind": SOURCES[row.source].gpu} | program.settings
+    # Most of these programs call zero_grad() behind the step.
+    settings = {"device_kind": SOURCES[row.source].gpu, "keeps_gradients": False} | program.settings
     with warnings.catch_warnings(action="ignore"):
         return memory.estimate(program.module, program.criterion, program.inputs, program.targets, **settings)
 

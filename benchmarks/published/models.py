@@ -284,6 +284,47 @@ def lora(name: str, rows: int) -> Program:
     return Program(net, ChunkedLoss(), tokens, tokens, {"optimizer": torch.optim.AdamW, "micro_batch_size": rows})
 
 
+class _Saved(torch.autograd.Function):
+    """An output whose graph has the input too."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, input: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class SavesInput(nn.Module):
+    """A layer that saves its input for the backward, as those of bitsandbytes 0.41 with four bits."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Runs the layer."""
+        result: Tensor = _Saved.apply(self.layer(input), input)
+        return result
+
+
+@on_meta
+def qlora(name: str, nested: bool) -> Program:
+    """Builds LitGPT's fine-tuning with one row, and four bits for the weights of the blocks."""
+    from bitsandbytes.nn import LinearNF4
+
+    program = lora(name, 1)
+    for path, layer in list(program.module.blocks.named_modules()):
+        if type(layer) is nn.Linear:
+            has_bias = layer.bias is not None
+            packed = LinearNF4(layer.in_features, layer.out_features, has_bias, bf16, compress_statistics=nested, device="meta")
+            parent, _, place = path.rpartition(".")
+            setattr(program.module.blocks.get_submodule(parent), place, SavesInput(packed.to(bf16).requires_grad_(False)))
+    return program
+
+
 # transformers ------------------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +355,22 @@ def bert_base() -> Program:
     import transformers
 
     return _with_labels(transformers.BertForMaskedLM(transformers.BertConfig()), 2, 16, {"optimizer": torch.optim.AdamW})
+
+
+def _sum_of_logits(output: Any) -> Tensor:
+    total: Tensor = output.logits.sum()
+    return total
+
+
+@on_meta
+def bert_half(rows: int, length: int) -> Program:
+    """Builds BERT in float16, whose loop keeps the output until the next forward, and makes no update."""
+    import transformers
+
+    net = transformers.BertLMHeadModel(transformers.BertConfig()).half().train()
+    tokens = torch.empty(rows, length, dtype=torch.int64)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return Program(net, _sum_of_logits, inputs, (), {"optimizer": torch.optim.SGD, "keeps_outputs": True})
 
 
 def _next_token_loss(output: Any, tokens: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import send_to_device
 from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
-from lightning_fabric import Fabric
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.testing import assert_close
@@ -89,6 +88,8 @@ def test_accelerate(accelerator, precision):
 def test_fabric():
     model = make()
     optimizer = sgd(model)
+    from lightning_fabric import Fabric  # It imports torchmetrics and scipy.
+
     wrapped, fabric_optimizer = Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     assert_close(criterion(wrapped(INPUTS), TARGETS), criterion(model(INPUTS), TARGETS))

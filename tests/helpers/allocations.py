@@ -64,6 +64,7 @@ def assert_equals_the_allocator(
     settings |= {
         "optimizer": optimizer,
         "device_kind": "cpu",
+        "keeps_gradients": False,
         "savings": ["checkpoint_activations"] * settings.pop("checkpoint"),
     }
     report = memory.estimate(build(), criterion, *batch(), **settings)

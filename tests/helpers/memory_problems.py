@@ -70,6 +70,7 @@ PROBLEMS = {
 def estimated(problem, rows=6, criterion=F.cross_entropy, **settings):
     """Returns the estimate of a model and a batch of so many rows."""
     build, batch = PROBLEMS[problem]
+    settings = {"keeps_gradients": False} | settings
     return memory.estimate(build(), criterion, *batch(rows), **settings)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import assert_exact_update, build_net
+from helpers.slow import pairs
 from helpers.steps import still_step
 from torch import nn
 
@@ -77,9 +78,7 @@ def net(double):
     return build_net(3)
 
 
-@pytest.mark.parametrize("limit", [None, 1, 2])
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("name", CRITERIA)
+@pytest.mark.parametrize(("name", "limit", "devices"), pairs([*CRITERIA], [None, 1, 2], [1, 3]))
 def test_every_kind_equals_the_plain_program_and_leaves_the_criterion_as_it_is(
     net, name, devices, limit
 ):

@@ -1,28 +1,22 @@
 """Criteria that compute means of torch inside equal the plain program, in any layout. Others are refused."""
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
     LOSSES,
     OnTop,
     assert_exact,
-    assert_exact_update,
-    assert_same_gradients,
     build_net,
     class_targets,
-    gradients,
     make_targets,
-    plain_program,
-    whole_gradients,
 )
-from helpers.ranks import run_ranks
-from helpers.slow import slow, slow_but
+from helpers.slow import slow_but
 from helpers.steps import still_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -30,132 +24,12 @@ from balanced_parallel import (
     PerReplica,
     TrainStep,
     memory,
-    parallelize,
     savings,
     simulate,
     verify,
 )
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-class RandomLoss(nn.Module):
-    """A random combination of one to three means, as people write them."""
-
-    def __init__(self, seed):
-        super().__init__()
-        draw = random.Random(seed)
-        self.register_buffer("class_weights", torch.linspace(0.5, 2.0, CLASSES))
-        self.log_variance = nn.Parameter(torch.tensor([0.3, -0.2, 0.1]))
-        self.smooth = nn.CrossEntropyLoss(self.class_weights, label_smoothing=0.1)
-        terms = [
-            lambda out, labels, values: F.cross_entropy(out, labels),
-            lambda out, labels, values: F.cross_entropy(
-                out, labels.clamp(min=0), self.class_weights, ignore_index=1
-            ),
-            lambda out, labels, values: self.smooth(out, labels),
-            lambda out, labels, values: F.nll_loss(out.log_softmax(1), labels, reduction="mean"),
-            lambda out, labels, values: F.mse_loss(out, values),
-            lambda out, labels, values: nn.L1Loss()(out[:, 1:], values[:, 1:]),
-            lambda out, labels, values: F.binary_cross_entropy_with_logits(
-                out, values, weight=values[:, :1]
-            ),
-            lambda out, labels, values: F.kl_div(
-                out.log_softmax(1), values.softmax(1), reduction="batchmean"
-            ),
-            lambda out, labels, values: (out - values).pow(2).mean(dim=1).mean(),
-            lambda out, labels, values: torch.mean(
-                F.cross_entropy(out, labels, reduction="none")[values[:, 0] > 0.4]
-            ),
-            lambda out, labels, values: (
-                (out.pow(2).sum(1) * values[:, 0]).sum() / values[:, 0].sum()
-            ),
-            lambda out, labels, values: (
-                (out * (values > 0.9)).sum() / (values > 0.9).sum().clamp(min=3)
-            ),
-            lambda out, labels, values: (out * values).sum() / (values.sum() + 1e-6),
-            lambda out, labels, values: 0.5 * (out - values).pow(2).sum() / out.size(0),
-        ]
-        self.terms = draw.choices(terms, k=draw.randint(1, 3))
-        self.style = draw.choice(
-            [self.as_sum, self.in_a_loop, self.stacked, self.learned, self.with_constants]
-        )
-
-    def as_sum(self, losses):
-        return sum(losses) / 2
-
-    def in_a_loop(self, losses):
-        total = losses[0].new_zeros(())
-        for number, loss in enumerate(losses):
-            total += loss * (number + 1)
-        return -total
-
-    def stacked(self, losses):
-        return torch.stack(losses).mean() if len(losses) > 1 else losses[0].reshape(1).squeeze()
-
-    def learned(self, losses):
-        return sum(
-            loss * torch.exp(-s) + s
-            for loss, s in zip(losses, self.log_variance[: len(losses)], strict=True)
-        )
-
-    def with_constants(self, losses):
-        return 0.25 + 0.5 * sum(losses) + 0.01 * self.log_variance.pow(2).sum()
-
-    def forward(self, output, labels, values):
-        return self.style([term(output, labels, values) for term in self.terms])
-
-
-def make_problem(seed, rows, ignored):
-    torch.manual_seed(seed)
-    return (
-        build_net(),
-        RandomLoss(seed),
-        torch.randn(rows, 4),
-        (class_targets(rows, ignored), torch.rand(rows, CLASSES)),
-    )
-
-
-def add_parts(step, sizes):
-    """Returns a function that adds parts of a batch to a step, and applies them."""
-
-    def run(inputs, targets):
-        for part in zip(
-            *(tensor.split(sizes) for tensor in (inputs, *targets) if sizes), strict=True
-        ):
-            step.add(part[0], part[1:])
-        return step.apply()
-
-    return run
-
-
-@pytest.mark.parametrize("seed", slow_but(range(60), *range(8)))
-def test_random_criteria_equal_the_plain_program(seed):
-    draw = random.Random(seed)
-    sizes = draw.choice([[7], [9], [12], [5, 1, 6], [4, 0, 3]])
-    layout = draw.choice([(1, 2), (1, 4), (2, None), (2, 2), (3, None), (3, 1), (1, None)])
-    module, criterion, inputs, targets = make_problem(seed, sum(sizes), draw.choice([0, 0, 2, 3]))
-    step = still_step(
-        module, DataParallelCriterion(criterion), layout[0], micro_batch_size=layout[1]
-    )
-    for _ in range(3):
-        assert_exact_update(
-            step if len(sizes) == 1 else add_parts(step, sizes), module, criterion, inputs, targets
-        )
-
-
-@pytest.mark.parametrize("rows", [2, 7])
-@pytest.mark.parametrize("seed", slow_but(range(40), *range(4)))
-def test_criteria_without_a_step_equal_the_plain_program(seed, rows):
-    module, criterion, inputs, targets = make_problem(seed, rows, ignored=rows // 3)
-    loss, expected = plain_program(module, criterion, inputs, targets)
-    model, split = DataParallelModel(module, ["cpu"] * 3), DataParallelCriterion(criterion)
-    for _ in range(2):
-        result = split(model(inputs), *targets)
-        result.backward()
-        torch.testing.assert_close(result.detach(), loss.detach(), rtol=1e-10, atol=1e-10)
-        assert_same_gradients(gradients(module, criterion), expected)
-        module.zero_grad(), criterion.zero_grad()
 
 
 MEANS = [
@@ -184,70 +58,6 @@ def test_losses_of_torch_inside_of_a_function_equal_the_plain_program(name):
     out_dims = 1 if kind == "sequences" else 0  # the loss of sequences takes time first
     model = DataParallelModel(module, ["cpu"] * 3, out_dims=out_dims)
     assert_exact(module, criterion, inputs, *targets, model=model, dim=0)
-
-
-def rank_update(rank, seed, sizes, micro_batch_size, strategy, way):
-    """Returns the losses of some updates and the gradients of the last, with ``sizes[rank]`` rows on each rank."""
-    torch.set_default_dtype(torch.float64)
-    module, criterion, inputs, targets = make_problem(seed, sum(sizes), ignored=2)
-    if strategy == "fsdp":
-        criterion.requires_grad_(False)  # FSDP shards the model alone
-    inputs, *targets = (tensor.split(sizes)[rank] for tensor in (inputs, *targets))
-    model, split = parallelize(module, criterion, ["cpu"], strategy=strategy)
-    parameters = [
-        *model.parameters(),
-        *(one for one in criterion.parameters() if one.requires_grad),
-    ]
-    step = TrainStep(
-        model, split, torch.optim.SGD(parameters, lr=0.0), micro_batch_size=micro_batch_size
-    )
-    losses = []
-    for _ in range(3):
-        if way == "by hand":
-            module.zero_grad(), criterion.zero_grad()
-            loss = split(model(inputs), *targets)
-            loss.backward()
-            losses.append(loss.detach())
-        elif way == "at once":
-            losses.append(step(inputs, tuple(targets)))
-        else:
-            losses.append(
-                add_parts(step, [4, len(inputs) - 4] if len(inputs) else [])(inputs, targets)
-            )
-    torch.set_default_dtype(torch.float32)
-    return losses, whole_gradients(parameters)
-
-
-@pytest.mark.parametrize(
-    ("seed", "sizes", "micro_batch_size", "strategy", "way"),
-    [
-        (0, [4, 3], 2, "ddp", "at once"),
-        (1, [5, 0], 2, "ddp", "at once"),
-        (3, [1, 6], None, "ddp", "at once"),
-        (5, [5, 2], None, "ddp", "by hand"),
-        (6, [3, 4], 2, "fsdp", "at once"),
-        (1, [6, 0], 2, "ddp", "added"),
-        (6, [6, 0], 2, "fsdp", "added"),
-        *[
-            slow(seed, [5, 0], 2, strategy, "at once")
-            for seed in range(7, 13)
-            for strategy in ("ddp", "fsdp")
-        ],
-        *[slow(seed, [2, 5], None, "ddp", "by hand") for seed in range(13, 19)],
-    ],
-)
-def test_ranks_equal_the_plain_program(seed, sizes, micro_batch_size, strategy, way):
-    module, criterion, inputs, targets = make_problem(seed, sum(sizes), ignored=2)
-    if strategy == "fsdp":
-        criterion.requires_grad_(False)
-    loss, expected = plain_program(module, criterion, inputs, targets)
-    for losses, gradients_of_rank in run_ranks(
-        2, rank_update, seed, sizes, micro_batch_size, strategy, way
-    ):
-        torch.testing.assert_close(losses, [loss.detach()] * 3, rtol=1e-10, atol=1e-10)
-        assert_same_gradients(
-            gradients_of_rank, [one for one in expected if one is not None or strategy == "ddp"]
-        )
 
 
 def two_outputs(criterion, rows=8):
@@ -595,7 +405,7 @@ def test_other_ways_to_write_sums_of_means_are_exact(name):
     if isinstance(expected, dict):
         assert (result["b"], result["c"], result["d"]) == (None, 0, 2)
         result, expected = result["a"], expected["a"]
-    torch.testing.assert_close(result, expected.reshape(()))
+    assert_close(result, expected.reshape(()))
 
 
 def count_forwards(criterion, micro_batch_size=2, devices=2):
@@ -656,7 +466,7 @@ def test_a_bounded_count_has_its_bound_in_one_pass():
         torch.tensor([2, 2] + [0] * 6),
         torch.zeros(8, dtype=torch.long),
     ):
-        torch.testing.assert_close(step(inputs, target), loss(net(inputs), target).detach())
+        assert_close(step(inputs, target), loss(net(inputs), target).detach())
     assert (step._kind.passes, step._kind.least) == (1, 5)
 
 
@@ -699,37 +509,6 @@ def test_means_that_are_computed_for_some_rows_only():
         ValueError, match=r"for some rows, and .* for others|does not add up over the rows"
     ):
         DataParallelCriterion(in_a_loop)(outputs, target)
-
-
-def test_means_with_one_count_that_get_several_are_refused():
-    def loss(output, target):
-        return F.cross_entropy(output, target) + (
-            F.mse_loss(output, output + 1) if target.sum() > 8 else 0
-        )
-
-    step = still_step(build_net(), DataParallelCriterion(loss), 2)
-    step(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))
-    with pytest.raises(
-        ValueError,
-        match=r"different counts, and had one in the first batch: cross_entropy \+ mse_loss;",
-    ):
-        step(torch.randn(6, 4), torch.full((6,), 4))
-
-
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_a_batch_without_a_counted_target_changes_nothing(micro_batch_size):
-    net = build_net()
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
-    step = TrainStep(
-        DataParallelModel(net, ["cpu"] * 2), criterion, optimizer, micro_batch_size=micro_batch_size
-    )
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="no target of this batch was counted"):
-            assert step(torch.randn(6, 4), torch.full((6,), -100)).isnan()
-    for parameter, value in zip(net.parameters(), before, strict=True):
-        assert parameter.equal(value)
 
 
 class LayerLoss(nn.Module):
@@ -797,9 +576,7 @@ def test_the_host_waits_for_no_device_after_the_first_updates(by_hand, updates):
         else:
             criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target))
             batch = inputs.pin_memory(), target.pin_memory()
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2
-        )
+        step = TrainStep(model, criterion, sgd(net), micro_batch_size=2)
         update = (
             (lambda: criterion(model(batch[0]), batch[1]).backward())
             if by_hand

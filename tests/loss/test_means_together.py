@@ -151,7 +151,7 @@ OF_THE_ROWS = {
 }
 
 
-@pytest.mark.parametrize(("devices", "micro_batch_size"), LAYOUTS)
+@pytest.mark.parametrize(("devices", "micro_batch_size"), LAYOUTS[1:3])
 @pytest.mark.parametrize("name", ["a buffer", *OF_THE_ROWS])
 def test_other_losses_stay_exact(name, devices, micro_batch_size):
     net, criterion = build_net(), OF_THE_ROWS.get(name) or Balanced()

@@ -136,30 +136,59 @@ def test_a_compiled_module_is_estimated_with_a_sentence():
     assert "compiled" not in str(plain)
 
 
-def test_a_report_tells_what_gradients_need_that_live_through_the_forward():
-    """The usual loop, with zero_grad() between forward and backward, needed more than was predicted."""
+ADAM = functools.partial(torch.optim.Adam, foreach=False)
 
-    def make():
-        return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(256, 256), nn.Tanh())])
 
-    batch = torch.zeros(256, 256), torch.zeros(256, 256)
-    adam = functools.partial(torch.optim.Adam, foreach=False)
-    report = memory.estimate(make(), nn.MSELoss(), *batch, optimizer=adam, device_kind="sim")
+def wide_net():
+    """Its gradients and its output are large beside its activations."""
+    layers = [m for _ in range(4) for m in (nn.Linear(256, 256), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(256, 1024))
+
+
+def peak_of_loop(batch, keeps_gradients, keeps_outputs):
+    """Returns the peak of a plain loop on a simulated device."""
     with simulate(devices=1) as cluster:
-        net, inputs, targets = make().to("sim:0"), batch[0].to("sim:0"), batch[1].to("sim:0")
-        optimizer = adam(net.parameters())
+        net, inputs, targets = wide_net().to("sim:0"), *(each.to("sim:0") for each in batch)
+        optimizer = ADAM(net.parameters())
         for _ in range(3):
-            loss = nn.functional.mse_loss(net(inputs), targets)
-            optimizer.zero_grad()
+            if not keeps_gradients:
+                optimizer.zero_grad()
+            outputs = net(inputs)
+            loss = nn.functional.cross_entropy(outputs, targets)
+            if keeps_gradients:
+                optimizer.zero_grad()
+            if not keeps_outputs:
+                del outputs
             loss.backward()
             optimizer.step()
             del loss
-        needed = cluster.peak[0]
-    assert needed > 1.05 * report.allocated[0]
-    (told,) = re.findall("After it, device 0 has (.*) of tensors", report.assumed["zero_grad"])
-    assert parse_bytes(told.replace(" ", "")) == pytest.approx(needed, rel=0.01)
-    small = memory.estimate(make(), nn.MSELoss(), *(each[:2] for each in batch), device_kind="sim")
-    assert "zero_grad" not in small.assumed
+        return cluster.peak[0]
+
+
+@pytest.mark.parametrize("keeps_outputs", [False, True])
+@pytest.mark.parametrize("keeps_gradients", [False, True])
+def test_what_a_loop_keeps_is_predicted(keeps_gradients, keeps_outputs):
+    """The usual loop, with zero_grad() between forward and backward, needed more than was predicted,
+    and so did one that keeps the output until the next forward."""
+    batch = torch.zeros(256, 256), torch.zeros(256, dtype=torch.int64)
+    loop = {"keeps_gradients": keeps_gradients, "keeps_outputs": keeps_outputs}
+    settings = {"optimizer": ADAM, "device_kind": "sim"}
+    report = memory.estimate(wide_net(), nn.CrossEntropyLoss(), *batch, **settings, **loop)
+    assert report.allocated[0] == pytest.approx(peak_of_loop(batch, **loop), rel=0.01)
+
+
+def test_a_report_tells_what_a_loop_needs_that_keeps_more():
+    batch = torch.zeros(256, 256), torch.zeros(256, dtype=torch.int64)
+    settings = {"optimizer": ADAM, "device_kind": "sim"}
+    usual = memory.estimate(wide_net(), nn.CrossEntropyLoss(), *batch, **settings)
+    assert "after the forward" in usual.assumed["zero_grad"]
+    report = memory.estimate(
+        wide_net(), nn.CrossEntropyLoss(), *batch, **settings, keeps_gradients=False
+    )
+    for note, loop in {"zero_grad": (True, False), "outputs": (False, True)}.items():
+        (told,) = re.findall("needs (.*) more", report.assumed[note])
+        needed = report.allocated[0] + parse_bytes(told.replace(" ", ""))
+        assert needed == pytest.approx(peak_of_loop(batch, *loop), rel=0.01)
 
 
 @pytest.mark.parametrize("layout", ["replicas", "ddp", "fsdp"])

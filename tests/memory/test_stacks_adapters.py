@@ -94,21 +94,28 @@ def test_few_blocks_with_adapters_make_the_trace_of_all(name, layout):
     assert repeated == (None if name in WHOLE else whole)
 
 
-@pytest.mark.parametrize(
-    ("setting", "kind"), [("load_in_4bit", "Linear4bit"), ("load_in_8bit", "Linear8bitLt")]
-)
-def test_quantized_weights_are_refused_by_name(setting, kind):
+def quantized(setting):
     from transformers import BitsAndBytesConfig
     from transformers.integrations import replace_with_bnb_linear
 
     pytest.importorskip("bitsandbytes")
     with torch.device("meta"):
         config = BitsAndBytesConfig(**{setting: True})
-        model = replace_with_bnb_linear(
+        return replace_with_bnb_linear(
             causal("Qwen3"), modules_to_not_convert=["lm_head"], quantization_config=config
         )
-    problem = vars(problem_of(model))
-    said = rf"model.layers.0.self_attn.q_proj \({kind}\) has a weight of bitsandbytes.* give the model before its quantization"
+
+
+def test_four_bit_weights_are_packed():
+    plain = memory.estimate(**vars(problem_of(causal("Qwen3"))), device_kind="rtx4090")
+    report = memory.estimate(**vars(problem_of(quantized("load_in_4bit"))), device_kind="rtx4090")
+    assert report.parts[0]["parameters"] < plain.parts[0]["parameters"]
+    assert "4-bit weights" in report.assumed
+
+
+def test_eight_bit_weights_are_refused_by_name():
+    problem = vars(problem_of(quantized("load_in_8bit")))
+    said = r"model.layers.0.self_attn.q_proj \(Linear8bitLt\) has a weight of bitsandbytes.* before its quantization"
     with pytest.raises(ValueError, match=said):
         memory.estimate(**problem)
     with pytest.raises(ValueError, match=said):

@@ -1,7 +1,6 @@
 """``BalancedOptimizer``: parameters, state and settings of the plain optimizer."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from helpers.optimizers import (
     train,
 )
 from helpers.problems import BODIES, CLASSES, assert_equal, build_net
-from helpers.slow import slow, slow_but
 from helpers.updates import values_of
 from torch import nn
 
@@ -62,8 +60,6 @@ CASES = [
     *((SMALL, kind, "mlp", None) for kind in KINDS),
     *((LARGE, "AdamW", network, None) for network in NETWORKS),
     (LARGE, "Adam", "mlp", ["cpu"] * 3),  # a plain optimizer
-    *(slow(LARGE, kind, "mlp", None) for kind in KINDS),
-    *(slow(SMALL, "AdamW", network, None) for network in NETWORKS),
 ]
 
 
@@ -112,12 +108,8 @@ def test_schedulers_and_closures_equal_the_plain_program():
         assert_same(net, expected)
 
 
-PRECISIONS = [*itertools.product(["fp32", "bf16", "fp16"], [None, 1])]
-
-
 @pytest.mark.parametrize(
-    ("precision", "micro_batch_size"),
-    slow_but(PRECISIONS, ("fp32", 1), ("bf16", None), ("fp16", 1)),
+    ("precision", "micro_batch_size"), [("fp32", 1), ("bf16", None), ("fp16", 1)]
 )
 def test_train_step_equals_the_plain_optimizer(precision, micro_batch_size):
     net = build_net().float()

@@ -412,13 +412,13 @@ def assert_equal_to_the_plain_program(
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("lines", LINES, ids=lambda lines: lines.__name__)
-@pytest.mark.parametrize("devices", slow_but([*DEVICES], "three replicas", "four devices"))
+@pytest.mark.parametrize("devices", ["three replicas", "four devices"])
 def test_lines_equal_the_plain_program(devices, lines):
     assert_equal_to_the_plain_program(devices, lines, "optimizer")
 
 
 @pytest.mark.parametrize("clear", CLEARS)
-@pytest.mark.parametrize("devices", slow_but([*DEVICES], "one device", "four devices"))
+@pytest.mark.parametrize("devices", ["one device", "four devices"])
 def test_gradients_are_cleared_as_in_the_plain_program(devices, clear):
     assert_equal_to_the_plain_program(devices, clip_by_norm, clear)
     assert_equal_to_the_plain_program(devices, accumulate_without_reduction, clear)

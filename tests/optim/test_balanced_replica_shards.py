@@ -8,7 +8,6 @@ Equal shards of parameters.
 import copy
 import gc
 import io
-import itertools
 import pickle
 
 import pytest
@@ -24,7 +23,7 @@ from helpers.optimizers import (
     train_plain,
 )
 from helpers.problems import CLASSES, assert_equal, build_net, gradients
-from helpers.slow import slow_but
+from helpers.slow import pairs
 from helpers.updates import SIMULATED, Unrecorded, assert_same_on_devices, random_batches, values_of
 from torch import nn
 from torch.testing import assert_close
@@ -41,8 +40,6 @@ from balanced_parallel import (
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
-LAYOUTS = ["plain", "one device", "three devices", "four devices"]
-
 
 def layout(name, net):
     """A net's optimizer, and a function that trains it for two steps on."""
@@ -58,9 +55,7 @@ def layout(name, net):
 MOVES = [("plain", "three devices"), ("three devices", "plain"), ("three devices", "four devices")]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), slow_but([*itertools.product(LAYOUTS, LAYOUTS)], *MOVES)
-)
+@pytest.mark.parametrize(("first", "second"), MOVES)
 def test_checkpoint_moves_between_numbers_of_devices(first, second):
     start = build_net()
     expected, reference = plain(
@@ -171,18 +166,10 @@ class SharedHead(nn.Module):
 
 
 ORDERS = [("weight", "own"), ("own", "weight")]
-SHARED = [
-    *itertools.product(["plain loop", "whole", "micro-batches", "fused"], [False, True], ORDERS)
-]
-KEPT = [
-    ("plain loop", True, ORDERS[0]),
-    ("micro-batches", True, ORDERS[1]),
-    ("fused", True, ORDERS[1]),
-    ("whole", False, ORDERS[0]),
-]
+WAYS = ["plain loop", "whole", "micro-batches", "fused"]
 
 
-@pytest.mark.parametrize(("how", "balanced", "names"), slow_but(SHARED, *KEPT))
+@pytest.mark.parametrize(("how", "balanced", "names"), pairs(WAYS, [False, True], ORDERS))
 def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how, balanced, names):
     def trained(devices):
         net = build_net().to(devices[0])
@@ -225,18 +212,16 @@ READS = {
 }
 
 
-WAITS = [
-    *itertools.product(["no_sync of the model", "no_sync of two models"], READS),
-    *itertools.product(["train step"], ["nothing", "param_groups", "gradient"]),
-]
 READ = [
+    ("no_sync of the model", "nothing"),
     ("no_sync of the model", "zeroed"),
     ("no_sync of two models", "gradient"),
     ("train step", "param_groups"),
+    ("train step", "gradient"),
 ]
 
 
-@pytest.mark.parametrize(("how", "read"), slow_but(WAITS, *READ))
+@pytest.mark.parametrize(("how", "read"), READ)
 def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, read):
     """The optimizer takes ``grad`` of a parameter away, for which the gradients of other replicas may wait."""
 
@@ -343,12 +328,10 @@ def through_torch(value):
     return torch.load(file, weights_only=False)
 
 
-COPIES = [
-    *itertools.product([copy.deepcopy, through_pickle, through_torch], [["cpu"] * 2, SIMULATED])
-]
+COPIES = [(copy.deepcopy, ["cpu"] * 2), (through_pickle, SIMULATED), (through_torch, SIMULATED)]
 
 
-@pytest.mark.parametrize(("copied", "devices"), slow_but(COPIES, COPIES[0], COPIES[3], COPIES[5]))
+@pytest.mark.parametrize(("copied", "devices"), COPIES)
 def test_copies_train_like_the_original(copied, devices):
     with simulate(3):
         model = DataParallelModel(build_net().to(devices[0]), devices)

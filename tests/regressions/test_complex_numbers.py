@@ -5,7 +5,6 @@ import torch
 from helpers.fsdp import whole
 from helpers.optimizers import balanced_or_plain
 from helpers.ranks import on_ranks
-from helpers.slow import slow_but
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -87,10 +86,7 @@ def assert_equal_updates(
 
 
 class TestTraining:
-    @pytest.mark.parametrize(
-        "optimizer_class",
-        slow_but([torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop], torch.optim.Adam),
-    )
+    @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam])
     @pytest.mark.parametrize("micro_batch_size", [None, 1])
     @pytest.mark.parametrize("balanced", [False, True])
     def test_replicas(self, balanced, micro_batch_size, optimizer_class):

@@ -47,19 +47,6 @@ class TestReduction:
         ):
             DataParallelCriterion(criterion)(DataParallelModel(module, CPUS)(x), target)
 
-    def test_sum_reduction_is_not_divided(self):
-        def elbo(output, mean, target):
-            return (
-                F.binary_cross_entropy(output.sigmoid(), target, reduction="sum")
-                + mean.pow(2).sum()
-            )
-
-        module = Calls(lambda net, x: (net(x), net(x * 2)))
-        x = torch.randn(7, 4)
-        target = torch.rand(7, CLASSES)
-        split = DataParallelCriterion(elbo, reduction="sum")
-        assert_equal_program(module, split, lambda module: elbo(*module(x), target), [x], [target])
-
     @pytest.mark.parametrize(
         "settings",
         [{"size_average": False}, {"reduce": False}, {"size_average": True}, {"reduction": "mean"}],
@@ -75,12 +62,6 @@ class TestReduction:
             DataParallelModel(net, CPUS)(x), target, **settings
         )
         assert_close(gather(found) if isinstance(found, list) else found, expected)
-
-    def test_error_for_unknown_losses_names_all_settings(self):
-        criterion = DataParallelCriterion(lambda output, target: (output - target).abs().median())
-        assert criterion([torch.zeros(2, 3)], torch.ones(2, 3)) == 1  # nothing is split
-        with pytest.raises(ValueError, match=r"weight=.*; weight='rows' .*; whole=True"):
-            criterion([torch.zeros(2, 3), torch.zeros(1, 3)], torch.ones(3, 3))
 
     def test_invalid_settings_of_a_criterion_raise_an_error(self):
         for settings, message in (

@@ -94,11 +94,6 @@ def test_precision_sets_autocast_in_all_replicas(precision, dtype):
     assert {output.dtype for output in outputs} == {dtype}
 
 
-def test_split_gives_unequal_shards():
-    outputs = DataParallelModel(build_net(), CPUS, split=[2, 0, 1])(torch.randn(9, 4))
-    assert [len(output) for output in outputs] == [6, 3]
-
-
 def test_fewer_rows_than_devices_use_no_other_devices():
     with simulate(3) as cluster:
         model, criterion = parallelize(build_net().to("sim:0"), nn.CrossEntropyLoss())

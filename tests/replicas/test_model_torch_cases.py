@@ -142,17 +142,6 @@ def test_gather_cpu(devices):
         gather(parts, -1)
 
 
-def test_data_parallel_complex(devices):
-    net = Call(
-        lambda self, x: x + self.offset, offset=nn.Parameter(torch.zeros(1, 10, dtype=torch.cfloat))
-    )
-    inputs = torch.rand(2, 10, dtype=torch.cfloat)
-    output = wrap(net, devices)(inputs)
-    output.abs().sum().backward()
-    assert torch.equal(output.cpu(), inputs)
-    assert net.offset.grad.dtype == torch.cfloat
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     "norm",

@@ -1,12 +1,10 @@
 """Writes that torch does not record, such as ``parameter.data.mul_()``: each forward has the values of the plain program."""
 
-import itertools
-
 import pytest
 import torch
 from helpers.optimizers import balanced_or_plain
 from helpers.problems import assert_equal, build_net
-from helpers.slow import slow_but
+from helpers.slow import slow
 from helpers.updates import ROWS, SIMULATED, assert_same_on_devices, random_batches, values_of
 from torch import nn
 from torch.testing import assert_close
@@ -84,13 +82,10 @@ def on_devices(net, batches, write, is_balanced, by_step):
     return [*[loss.cpu() for loss in losses], *values_of(net)]
 
 
-LAYOUTS = list(itertools.product([False, True], [False, True], [False, True]))
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     ("is_frozen", "is_balanced", "by_step"),
-    slow_but(LAYOUTS, (True, False, True), (False, True, False)),
+    [(True, False, True), (False, True, False), slow(False, False, True), slow(True, True, True)],
 )
 def test_an_update_follows_writes_that_torch_does_not_record(is_frozen, is_balanced, by_step):
     def write(net, number):
@@ -244,27 +239,3 @@ def test_rows_that_are_added_follow_a_write_between_them(is_balanced):
     expected = alone(build())
     with simulate(3):
         assert_equal(together(build()), expected)
-
-
-class Distilled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.student = build_net()
-        self.teacher = build_net().requires_grad_(False)
-
-    def forward(self, x):
-        return self.student(x) + self.teacher(x).detach()
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("by_step", [False, True])
-def test_a_teacher_that_averages_the_student(by_step):
-    def write(net, number):
-        for mean, value in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
-            if number >= 3:
-                mean.data.mul_(0.9).add_(value.data, alpha=0.1)
-
-    expected = plain(Distilled(), random_batches(8), write)
-    with simulate(3):
-        assert_equal(on_devices(Distilled(), random_batches(8), write, True, by_step), expected)

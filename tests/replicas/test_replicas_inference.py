@@ -1,13 +1,12 @@
 """Evaluation without a graph: modes are put back, replicas follow, and training goes on."""
 
 import copy
-import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import assert_equal, assert_same_gradients, class_batch, gradients
-from helpers.slow import slow_but
+from helpers.slow import pairs
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, simulate
@@ -113,16 +112,9 @@ class Forces(nn.Module):
         return energies.detach(), gradient
 
 
-FORCES = [
-    *itertools.product(
-        ["positions", "detached", "features", "weight"], [False, True], [None, ["cpu"] * 3]
-    )
-]
-
-
 @pytest.mark.parametrize(
     ("way", "frozen", "devices"),
-    slow_but(FORCES, FORCES[0], FORCES[3], FORCES[6], FORCES[8], FORCES[14]),
+    pairs(["positions", "detached", "features", "weight"], [False, True], [None, ["cpu"] * 3]),
 )
 def test_gradients_in_a_forward_under_no_grad(double, way, frozen, devices):
     """Shards had no graph to their input, and replicas on other devices had parameters without ``requires_grad``."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.optimizers import balanced_or_plain
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
-from helpers.slow import slow_but
+from helpers.slow import pairs, slow_but
 from helpers.updates import SIMULATED
 from torch import nn
 from torch.testing import assert_close
@@ -128,15 +128,12 @@ class LayersOnTheirOwnStreams(OnItsOwnStreams):
         self.operator.append(self.operator[0])
 
 
-MODULES = [
-    *itertools.product(
-        [OnItsOwnStreams, LayersOnTheirOwnStreams], LAYOUTS, [own_streams, contextlib.nullcontext]
-    )
-]
+MODULES = [OnItsOwnStreams, LayersOnTheirOwnStreams]
 
 
 @pytest.mark.parametrize(
-    ("build", "devices", "streams"), slow_but(MODULES, MODULES[0], MODULES[7], MODULES[10])
+    ("build", "devices", "streams"),
+    pairs(MODULES, LAYOUTS, [own_streams, contextlib.nullcontext], fast=4),
 )
 def test_modules_may_use_their_own_streams(double, build, devices, streams):
     written = functools.partial(written_on, "sim:0")
@@ -152,17 +149,14 @@ class NormOnItsOwnStream(OnItsOwnStreams):
         self.operator = nn.BatchNorm1d(6)
 
 
-@pytest.mark.parametrize("devices", slow_but(LAYOUTS, LAYOUTS[0], LAYOUTS[3]), ids=str)
+@pytest.mark.parametrize("devices", [LAYOUTS[0], LAYOUTS[3]], ids=str)
 def test_moments_are_read_after_the_stream_that_computes_them(double, devices):
     check(NormOnItsOwnStream, devices, convert=convert_sync_batchnorm)
 
 
-TRAININGS = [*itertools.product(LAYOUTS[:3], [False, True], [None, 2])]
-
-
 @pytest.mark.parametrize(
     ("devices", "balanced", "micro_batch_size"),
-    slow_but(TRAININGS, TRAININGS[3], TRAININGS[5], TRAININGS[10]),
+    pairs(LAYOUTS[:3], [False, True], [None, 2], fast=3),
 )
 def test_training_on_other_streams_equals_the_plain_program(
     double, small_buckets, devices, balanced, micro_batch_size

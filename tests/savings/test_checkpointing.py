@@ -9,7 +9,6 @@ Checkpointed blocks of Hugging Face models, which make a cache of keys and value
 
 import copy
 import io
-import itertools
 import pickle
 import time
 import types
@@ -20,7 +19,7 @@ from helpers.memory_problems import LanguageModel, conv_net, perceptron, tokens
 from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.releases import released_at_once
 from helpers.savings import WIDTH, Block, assert_unchanged
-from helpers.slow import slow, slow_but
+from helpers.slow import pairs, slow
 from torch import nn
 from torch.testing import assert_close
 from transformers import (
@@ -44,21 +43,13 @@ def checkpoint_selectively(net):
     savings.checkpoint_activations(net, selective=True)
 
 
-WAYS = list(
-    itertools.product(
-        [1, 2],
+@pytest.mark.parametrize(
+    ("name", "saving", "ranks"),
+    pairs(
         ["residual", "convolutions", "encoder"],
         [checkpoint_all_blocks, checkpoint_selectively],
-    )
-)
-IN_ALL_RUNS = [
-    way for way in WAYS if way[0] == 1 and (way[2] is checkpoint_all_blocks or way[1] == "residual")
-]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "name", "saving"),
-    slow_but(WAYS, *IN_ALL_RUNS, (2, "residual", checkpoint_all_blocks)),
+        [1, 2],
+    ),
 )
 def test_loss_gradients_and_statistics_are_those_without_it(ranks, name, saving):
     assert_unchanged(ranks, name, saving)
@@ -397,3 +388,9 @@ def test_a_cache_with_earlier_tokens_is_refused():
         ValueError, match=r"gets a cache with the keys of \d+ tokens for 7 new ones"
     ):
         net(BATCH["input_ids"][:, 5:], past_key_values=cache)
+
+
+def test_a_module_in_place_of_its_name_is_refused():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="names of submodules, as in blocks"):
+        savings.checkpoint_activations(net, blocks=[net[0]])

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, gradients
 from helpers.releases import released_at_once
 from helpers.savings import assert_unchanged
-from helpers.slow import slow, slow_but
+from helpers.slow import pairs, slow
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, savings, simulate
@@ -28,19 +27,15 @@ def offload_checkpointed(net):
     return OFFLOAD
 
 
-WAYS = list(
-    itertools.product(
-        [1, 2],
+@pytest.mark.parametrize(
+    ("name", "saving", "ranks", "simulated"),
+    pairs(
         ["residual", "convolutions", "encoder"],
         [offload, offload_checkpointed],
-        [False, True],
-    )
+        [1, 2],
+        [True, False],
+    ),
 )
-IN_ALL_RUNS = [(1, name, offload, True) for name in ("residual", "convolutions", "encoder")]
-IN_ALL_RUNS += [(1, "residual", offload, False), (2, "residual", offload_checkpointed, True)]
-
-
-@pytest.mark.parametrize(("ranks", "name", "saving", "simulated"), slow_but(WAYS, *IN_ALL_RUNS))
 def test_loss_and_gradients_are_those_without_it(ranks, name, saving, simulated):
     assert_unchanged(ranks, name, saving, simulated)
 

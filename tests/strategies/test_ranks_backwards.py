@@ -11,6 +11,7 @@ from helpers.fsdp import whole_gradients
 from helpers.optimizers import sgd
 from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.ranks import on_ranks
+from helpers.slow import pairs
 from helpers.steps import parallel_step
 from torch import nn
 
@@ -150,11 +151,10 @@ def parameters_of(model):
 WAYS = [keep_graph, forwards_then_backwards, three, one_for_two_forwards, accumulate, of_inputs]
 ASKED = [adaptive_weight, gradient_of_a_gradient, hessian_products]
 ASKED += [some_accumulate, penalty_of_inputs, after_a_failure]
-CASES = [*itertools.product(WAYS, STRATEGIES), *((way, "ddp") for way in ASKED)]
+CASES = [*pairs(WAYS, STRATEGIES, SIZES), *itertools.product(ASKED, ["ddp"], SIZES)]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("way", "strategy"), CASES)
+@pytest.mark.parametrize(("way", "strategy", "sizes"), CASES)
 @on_ranks(2)
 def test_each_backward_equals_the_plain_program(rank, way, strategy, sizes):
     plain = build()

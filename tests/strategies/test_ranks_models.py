@@ -1,13 +1,12 @@
 """Several models in one loss, and a rank without rows: a backward goes through the models in one order on all ranks."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.fsdp import whole
 from helpers.problems import assert_equal
 from helpers.ranks import on_ranks
+from helpers.slow import pairs
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, parallelize
@@ -142,10 +141,12 @@ def wrapped(models, strategy):
     return parallelize(models, None, ["cpu"], strategy=strategy)
 
 
-@pytest.mark.parametrize("sizes", [[[2, 2], [1, 0], [2, 1]], [[0, 2], [2, 2]]], ids=str)
+SIZES = [[[2, 2], [1, 0], [2, 1]], [[0, 2], [2, 2]]]
+
+
 @pytest.mark.parametrize(
-    ("program", "strategy"),
-    [case for case in itertools.product(PROGRAMS, ["ddp", "fsdp"]) if case != (penalty, "fsdp")],
+    ("program", "strategy", "sizes"),
+    [case for case in pairs([*PROGRAMS], ["ddp", "fsdp"], SIZES) if case[:2] != (penalty, "fsdp")],
 )
 @on_ranks(2, timeout=30)
 def test_models_of_one_loss_with_a_rank_without_rows_equal_the_plain_program(

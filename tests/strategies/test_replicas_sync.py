@@ -7,8 +7,6 @@ from torch import nn
 from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
-    TrainStep,
-    parallelize,
     simulate,
 )
 
@@ -36,24 +34,3 @@ def test_a_training_step_moves_only_the_batch_parameters_gradients_and_scalars()
         for source, target in ((0, 1), (1, 2), (1, 0), (2, 0)):
             assert size <= between.pop((f"sim:{source}", f"sim:{target}")) <= size + scalars
         assert sum(between.values()) <= scalars
-
-
-def test_micro_batches_move_parameters_and_gradients_but_no_outputs():
-    with simulate(3) as cluster:
-        net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1000)).to("sim:0")
-        model, criterion = parallelize(net, nn.CrossEntropyLoss())
-        step = TrainStep(
-            model,
-            criterion,
-            torch.optim.AdamW(net.parameters()),
-            micro_batch_size=100,
-            max_grad_norm=1.0,
-        )
-        size = sum(parameter.nbytes for parameter in net.parameters())
-        before = cluster.moved
-        step(torch.randn(1500, 32), torch.randint(1000, (1500,)))
-        _, between = traffic(cluster, before)
-        assert set(between) == {
-            (f"sim:{a}", f"sim:{b}") for a, b in ((0, 1), (1, 2), (1, 0), (2, 0))
-        }
-        assert all(count <= 5 * (size + 64) for count in between.values())

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.optimizers import sgd
+from helpers.slow import pairs
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.testing import assert_close
@@ -138,14 +139,13 @@ def trained_plainly(net, criterion):
     return losses, net.state_dict()
 
 
-@pytest.mark.parametrize("method", ["step", "add"])
+SETTINGS = [{}, {"micro_batch_size": 1}, {"reproducible": True, "micro_batch_size": 2}]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"micro_batch_size": 1}, {"reproducible": True, "micro_batch_size": 2}],
-    ids=str,
+    ("kind", "criterion", "settings", "method"),
+    pairs([*NETS], [*CRITERIA], SETTINGS, ["step", "add"]),
 )
-@pytest.mark.parametrize("criterion", CRITERIA)
-@pytest.mark.parametrize("kind", NETS)
 def test_state_advances_once_per_update(kind, criterion, settings, method):
     torch.manual_seed(0)
     net = NETS[kind]().double()

@@ -3,7 +3,6 @@
 Gradients that a step divides: each once, whichever optimizer has its parameter.
 """
 
-import itertools
 import warnings
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.optimizers import sgd
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_batch, gradients
-from helpers.slow import slow, slow_but
+from helpers.slow import pairs, slow
 from helpers.steps import batch, make_step, rows_of, run, tolerance_of
 from helpers.updates import values_of
 from torch import nn
@@ -300,16 +299,10 @@ def check_shared(rank, ranks, precision, given):
         assert_same_gradients(gradients(net, head), expected, tolerance_of(precision))
 
 
-SHARED = list(itertools.product([1, 2, 3], ["fp32", "fp16"], ["once", "outside", "twice"]))
-SHARED_IN_ALL_RUNS = [
-    (1, "fp32", "twice"),
-    (1, "fp16", "outside"),
-    (2, "fp16", "once"),
-    (3, "fp32", "outside"),
-]
-
-
-@pytest.mark.parametrize(("ranks", "precision", "given"), slow_but(SHARED, *SHARED_IN_ALL_RUNS))
+@pytest.mark.parametrize(
+    ("ranks", "given", "precision"),
+    pairs([1, 2, 3], ["once", "outside", "twice"], ["fp32", "fp16"], fast=4),
+)
 def test_parameter_shared_by_model_and_criterion_is_divided_once(ranks, precision, given):
     run(ranks, check_shared, precision, given)
 

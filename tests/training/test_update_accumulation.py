@@ -39,23 +39,30 @@ def test_uneven_and_empty_micro_batches_equal_the_plain_program(double):
     assert_same_gradients(gradients(net), expected)
 
 
+def mean_inside(output, target):
+    return F.cross_entropy(output, target)
+
+
 @pytest.mark.parametrize("rows", [0, 3])
-def test_zero_weight_skips_the_update(rows):
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), mean_inside])
+def test_zero_weight_skips_the_update(criterion, rows):
     net = build_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    step = make_step(net, optimizer=optimizer, scheduler=scheduler, precision="fp16")
-    step(*class_batch(3))
-    before = values_of(net)
-    state = str(optimizer.state_dict())
-    scale = step.precision.scaler.state_dict()
-    with pytest.warns(UserWarning, match="nothing is updated, and its loss is nan") as caught:
-        loss = step(torch.randn(rows, 4), torch.full((rows,), -100))
-    assert loss.isnan()
-    assert caught[0].filename == __file__
-    assert all(map(torch.equal, before, net.parameters()))
-    assert (str(optimizer.state_dict()), step.precision.scaler.state_dict()) == (state, scale)
-    assert scheduler.get_last_lr() == [0.05]
+    step = make_step(net, criterion, optimizer, scheduler=scheduler, precision="fp16")
+    for number in range(2):
+        before = values_of(net)
+        state = str(optimizer.state_dict())
+        scale = step.precision.scaler and step.precision.scaler.state_dict()
+        with pytest.warns(UserWarning, match="nothing is updated, and its loss is nan") as caught:
+            loss = step(torch.randn(rows, 4), torch.full((rows,), -100))
+        assert loss.isnan()
+        assert caught[0].filename == __file__
+        assert all(map(torch.equal, before, net.parameters()))
+        assert str(optimizer.state_dict()) == state
+        assert number == 0 or step.precision.scaler.state_dict() == scale
+        assert scheduler.get_last_lr() == [0.1 * 0.5**number]
+        step(*class_batch(3))
 
 
 def test_float16_gradients_do_not_overflow_in_accumulation():

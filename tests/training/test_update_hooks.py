@@ -1,7 +1,6 @@
 """Hooks of parameters: called once per update, with the gradient of the whole batch. Hooks of modules: a warning."""
 
 import copy
-import itertools
 import warnings
 
 import pytest
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from helpers.fsdp import whole
 from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, build_net, class_batch, class_targets, gradients
-from helpers.slow import slow_but
+from helpers.slow import pairs
 from helpers.steps import make_step, parallel_step, rows_of, run, tolerance_of
 from torch import nn
 from torch.testing import assert_close
@@ -83,19 +82,10 @@ def check_hooks(rank, ranks, way, precision, strategy):
         assert len(calls) == 4 * (number + 1)
 
 
-CASES = list(
-    itertools.product(["replicas", "ddp"], ["fp32", "fp16"], ["step", "micro", "add", "auto"])
-)
-CASES += [("fsdp", "fp32", "step"), ("fsdp", "fp32", "micro")]
-IN_ALL_RUNS = [
-    ("replicas", "fp32", "step"),
-    ("replicas", "fp16", "add"),
-    ("replicas", "fp32", "auto"),
-]
-IN_ALL_RUNS += [("ddp", "fp32", "add"), ("ddp", "fp16", "micro"), ("fsdp", "fp32", "micro")]
+CASES = pairs(["step", "micro", "add", "auto"], ["replicas", "ddp"], ["fp32", "fp16"])
 
 
-@pytest.mark.parametrize(("strategy", "precision", "way"), slow_but(CASES, *IN_ALL_RUNS))
+@pytest.mark.parametrize(("way", "strategy", "precision"), [*CASES, ("micro", "fsdp", "fp32")])
 def test_hooks_of_parameters_get_the_gradient_of_the_batch(strategy, precision, way):
     run(1 if strategy == "replicas" else 2, check_hooks, way, precision, strategy)
 

@@ -78,6 +78,7 @@ class Block:
     stream: int = 0  # 1 for a side stream: only that stream reuses the memory
     least: int = 0  # of this and fewer bytes there is no block
     most: int = UNLIMITED  # bytes for any number of rows
+    is_output: bool = False  # a loop may keep it until the next forward
 
 
 @dataclass(frozen=True)
@@ -290,6 +291,13 @@ class Count(TorchDispatchMode):
         for _, number in self._live.values():
             if self.blocks[number - 1].kind == before:
                 self._change(number, kind=after)
+
+    def mark_outputs(self, tensors: Iterable[object]) -> None:
+        """Marks the memory of the tensors among ``tensors`` as that of outputs."""
+        for tensor in tensors:
+            for storage in _storages(tensor) if isinstance(tensor, Tensor) else []:
+                if (entry := self._live.get(storage_id(storage))) is not None:
+                    self._change(entry[1], is_output=True)
 
     def mark(self, name: str) -> None:
         """Names the next event. Operations are counted from the beginning of an update on."""

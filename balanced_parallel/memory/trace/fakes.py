@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...strategies.tracing import TracedBatch
 from .allocations import Count
 from .private import leaves_of_tree, shared_id
+from .quantized import FourBitLinear, is_four_bit
 from .values import is_small
 
 
@@ -36,20 +37,42 @@ def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
         patch.object(Tensor, "__deepcopy__", fake),
         patch.object(nn.Parameter, "__deepcopy__", fake),
     ):
+        parts = thing if isinstance(thing, tuple) else (thing,)
+        modules = [
+            module for part in parts if isinstance(part, nn.Module) for module in part.modules()
+        ]
         try:
-            return copy.deepcopy(thing)
+            return copy.deepcopy(thing, _four_bit_layers(modules, mode, device))
         # an attribute cannot be copied (a registered operator, a lock): share all plain objects
         except TypeError:
-            return copy.deepcopy(thing, _shared(thing))
+            memo = _shared(modules) | _four_bit_layers(modules, mode, device)
+            return copy.deepcopy(thing, memo)
 
 
-def _shared(thing: object) -> dict[int, object]:
+def _four_bit_layers(
+    modules: list[nn.Module],
+    mode: FakeTensorMode,
+    device: torch.device,
+) -> dict[int, object]:
+    """Returns a memo for ``deepcopy`` with stand-ins for layers of four bits."""
+
+    def empty(*shape: int, **settings: Any) -> Tensor:
+        with mode:
+            return torch.empty(*shape, device=device, **settings)
+
+    memo: dict[int, object] = {}
+    for module in filter(is_four_bit, modules):
+        bias = module.bias
+        copied = fake_like(bias, mode, device) if isinstance(bias, Tensor) else None
+        memo[id(module)] = FourBitLinear(module, copied, empty)
+    return memo
+
+
+def _shared(modules: list[nn.Module]) -> dict[int, object]:
     """Returns a memo for ``deepcopy`` that shares attributes of modules, except modules, tensors
     and plain containers.
     """
     copied = (nn.Module, Tensor, list, dict, tuple, set)
-    parts = thing if isinstance(thing, tuple) else (thing,)
-    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     values = [
         value
         for module in modules

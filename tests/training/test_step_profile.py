@@ -1,0 +1,153 @@
+"""Ranges of an update in torch's profiler, breakpoints in replicas, and what both cost an update without them."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers.optimizers import sgd
+from helpers.problems import build_net
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+)
+from balanced_parallel.runtime.torch_private import profiled
+
+ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+INPUTS, TARGETS = torch.randn(8, 4), torch.randint(5, (8,))
+
+
+def ranges(update, tmp_path, config=None):
+    """Returns the begin, the end and the thread of each range of the package, by name."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, experimental_config=config) as profile:
+        update()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = ("micro-batch", "replica", "criterion", "reduction", "update", "gather")
+    found = {}
+    for event in events:
+        name = event.get("name", "")
+        if name.startswith(names) and "dur" in event:
+            found.setdefault(name, []).append(
+                (event["ts"], event["ts"] + event["dur"], event["tid"])
+            )
+    return found
+
+
+def make_step(model, criterion, optimizer=None, **settings):
+    return TrainStep(model, criterion, optimizer or sgd(model), micro_batch_size=2, **settings)
+
+
+def is_within(inner, outer):
+    return any(begin <= inner[0] and inner[1] <= end for begin, end, _ in outer)
+
+
+def assert_ranges(found, replicas, counts):
+    assert {name: len(places) for name, places in found.items()} == counts
+    for name in (*replicas, "criterion"):
+        assert all(is_within(place, found["micro-batch"]) for place in found[name])
+    assert not any(is_within(place, found["micro-batch"]) for place in found["update"])
+
+
+@pytest.mark.parametrize("reproducible", [False, "bits"])
+def test_default_profiler_shows_replicas_on_the_cpu(tmp_path, reproducible):
+    model = DataParallelModel(build_net(), ["cpu"] * 2)
+    step = make_step(model, DataParallelCriterion(nn.CrossEntropyLoss()), reproducible=reproducible)
+
+    def update():
+        step(INPUTS, TARGETS, return_outputs=True)[1].gather()
+
+    update()
+    counts = {"micro-batch": 2, "replica on cpu": 4, "criterion": 4, "update": 1, "gather": 1}
+    assert_ranges(ranges(update, tmp_path), ["replica on cpu"], counts)
+
+
+def test_profiler_of_all_threads_shows_replicas_on_accelerators(tmp_path):
+    with simulate(2):
+        model = DataParallelModel(build_net())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        step = make_step(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer)
+        step(INPUTS, TARGETS)
+        found = ranges(lambda: step(INPUTS, TARGETS), tmp_path, ALL_THREADS)
+    names = ["replica on sim:0", "replica on sim:1"]
+    threads = [{thread for *_, thread in found[name]} for name in names]
+    assert all(len(each) == 1 for each in threads)
+    assert threads[0] != threads[1]
+    counts = {"micro-batch": 2, "criterion": 4, "reduction": 2, "update": 1}
+    assert_ranges(found, names, counts | dict.fromkeys(names, 2))
+
+
+def ranges_of_rank(rank, folder):
+    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), device_ids=["cpu"])
+    step = make_step(model, criterion)
+    step(INPUTS, TARGETS)
+    folder = folder / str(rank)
+    folder.mkdir()
+    return ranges(lambda: step(INPUTS, TARGETS), folder)
+
+
+def test_profiler_shows_micro_batches_of_a_rank(tmp_path):
+    for found in run_ranks(2, ranges_of_rank, tmp_path):
+        assert_ranges(found, [], {"micro-batch": 4, "criterion": 4, "update": 1})
+
+
+def test_a_range_costs_no_time_and_records_nothing_without_a_profiler():
+    """An update has fewer than 20 of them."""
+    count = 20_000
+    start = time.process_time()
+    for _ in range(count):
+        with profiled("nothing"):
+            pass
+    assert (time.process_time() - start) / count < 5e-6  # 0.3 µs on an idle core
+
+
+PAUSED = """
+import torch
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
+
+
+class Net(nn.Linear):
+    def forward(self, x):
+        breakpoint()
+        return super().forward(x)
+
+
+def run(devices):
+    net = Net(4, 5)
+    model = DataParallelModel(net, devices)
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters()))
+    step(torch.randn(9, 4), torch.randint(5, (9,)))
+
+
+run(["cpu"] * 2)
+with simulate(1):
+    run(["sim:0"] * 2)
+"""
+
+
+def test_a_breakpoint_in_forward_has_one_prompt_at_a_time(tmp_path):
+    (tmp_path / "paused.py").write_text(PAUSED)
+    answers = "p tuple(x.shape)\nc\n" * 4
+    done = subprocess.run(
+        [sys.executable, "paused.py"],
+        cwd=tmp_path,
+        input=answers,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    prompts = done.stdout.split("(Pdb) ")[1:]
+    assert [prompt.split("\n")[0] for prompt in prompts[::2]] == ["(5, 4)", "(4, 4)"] * 2
