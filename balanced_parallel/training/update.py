@@ -340,7 +340,7 @@ class Accumulation(Attempt):
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # All gradients of this update are divided by it.
         self._logged: list[LoggedMeans] = []
-        # Those of the sums of the losses, if a criterion is a function of sums.
+        # The sums of the losses have these names, if a criterion is a function of sums.
         self._names: list[SumName] = []
         if forwards.state is not None:
             forwards.state.reset()
