@@ -37,7 +37,7 @@ PAGE = PAGES["docs/troubleshooting.md"]
 TABLE = PAGE.partition("## Errors of torch and Python")[2].partition("## Errors and warnings")[0]
 TEXTS = [
     text
-    for cell in re.findall(r"^- (`[^`]+`(?:, `[^`]+`)*)", TABLE, re.MULTILINE)
+    for cell in re.findall(r"^- ((?:`[^`]+`|[^`:])+): ", TABLE, re.MULTILINE)
     for text in re.findall(r"`([^`]+)`", cell)
 ]
 TEXTS += ["CUDA out of memory. Tried to allocate …"]
