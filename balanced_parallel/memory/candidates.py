@@ -182,7 +182,7 @@ class Option:
         self.request = replace(request, micro_batches=1, update_rows=self.rows)
         sizes = [min(capacity)] * request.devices if self.is_distributed else capacity
         has_margin = request.layout.is_sharded and request.kind.is_gpu
-        self.part = 1 - MARGIN_OF_SHARDS * has_margin  # of a device that may be full
+        self.part = 1 - MARGIN_OF_SHARDS * has_margin  # This part of a device may be full.
         # bytes for what a trace has
         self.limits = [int(size * self.part) - SCALARS for size in sizes]
         self.parameters = sum(parameter.nbytes for parameter in request.module.parameters())

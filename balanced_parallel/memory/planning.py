@@ -16,7 +16,7 @@ import html
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -508,7 +508,6 @@ def write_program(
         around = lines_of("surround")
         if chosen.precision != "fp32":
             around.insert(0, f'with torch.autocast("cuda", torch.{_DTYPES[chosen.precision]}):')
-        blocks = [*around, "update(module, optimizer, *inputs, *targets)"]
         return (
             "import torch",
             "from balanced_parallel import savings",
@@ -516,9 +515,8 @@ def write_program(
             *lines_of("change_module"),
             "optimizer = make_optimizer(module)",
             *(f"{line}  # each of several" for line in lines_of("change_optimizer")),
-            *(f"{'    ' * depth}{line}" for depth, line in enumerate(blocks)),
+            *indented([*around, "update(module, optimizer, *inputs, *targets)"]),
         )
-    blocks = [*lines_of("surround"), "loss = step(inputs, targets)"]
     return (
         *_launch(plan),
         "import torch",
@@ -530,8 +528,14 @@ def write_program(
         f"optimizer = {_optimizer(chosen, criterion, make, optimizer)}",
         *lines_of("change_optimizer"),
         f"step = TrainStep(model, criterion, optimizer{_text(_step_settings(chosen))})",
-        *(f"{'    ' * depth}{line}" for depth, line in enumerate(blocks)),
+        *indented([*lines_of("surround"), "loss = step(inputs, targets)"]),
     )
+
+
+def indented(lines: Iterable[str]) -> Iterator[str]:
+    """Yields lines that are inside of each other."""
+    for depth, line in enumerate(lines):
+        yield "    " * depth + line
 
 
 def _launch(plan: MemoryPlan) -> list[str]:
