@@ -446,4 +446,6 @@ def test_comparison_is_short_and_has_the_numbers_of_the_benchmark():
         for line in re.findall(r"^\| .*\d+ -\d+ \|$", page, re.MULTILINE)
     ]
     assert len(shown) == 8
-    assert all(rows[re.fullmatch(r"\[(.*)\]\(.*\)", name)[1]] == numbers for name, *numbers in shown)
+    assert all(
+        rows[re.fullmatch(r"\[(.*)\]\(.*\)", name)[1]] == numbers for name, *numbers in shown
+    )

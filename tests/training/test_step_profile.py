@@ -62,9 +62,7 @@ def assert_ranges(found, replicas, counts):
 @pytest.mark.parametrize("reproducible", [False, "bits"])
 def test_default_profiler_shows_replicas_on_the_cpu(tmp_path, reproducible):
     model = DataParallelModel(build_net(), ["cpu"] * 2)
-    step = make_step(
-        model, DataParallelCriterion(nn.CrossEntropyLoss()), reproducible=reproducible
-    )
+    step = make_step(model, DataParallelCriterion(nn.CrossEntropyLoss()), reproducible=reproducible)
 
     def update():
         step(INPUTS, TARGETS, return_outputs=True)[1].gather()
