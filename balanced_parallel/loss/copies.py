@@ -99,7 +99,6 @@ class Checks:
     def __init__(self) -> None:
         self._calls = 0
         self._forms: set[Hashable] = set()
-        self._largest: dict[Hashable, float] = {}
 
     def are_due(self, form: Hashable) -> bool:
         """Counts a call. Returns True if statistics of this form are to be compared."""
@@ -107,11 +106,6 @@ class Checks:
         is_new = form not in self._forms
         self._forms.add(form)
         return is_new or not self._calls & (self._calls - 1)
-
-    def largest(self, form: Hashable, value: float) -> float:
-        """Returns the largest value of a statistic so far."""
-        self._largest[form] = max(self._largest.get(form, 0.0), value)
-        return self._largest[form]
 
 
 class ShardLoss(NamedTuple):

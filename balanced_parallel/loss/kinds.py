@@ -34,8 +34,9 @@ from ..runtime.values import check_number
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .entries import add_means
+from .formula import lengths_of
 from .inside import ForwardNotes, note_again
-from .means import LossOfMeans, note_sums, single_mean
+from .means import LossOfMeans, SumName, note_sums, single_mean
 from .rules import (
     counts_classes,
     find_torch_loss,
@@ -309,10 +310,13 @@ class KnownMean(_Mean):
             shard = shard._replace(
                 kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"}
             )
+        terms = None if self.settings.class_loss else _sizes_of(shard, weight)
         # a sum overflows
         if torch.float16 in [getattr(leaf, "dtype", None) for leaf in spread(shard.output)]:
-            return LossSum(widen(shard.call(_reducing(shard.criterion, "none"))).sum(), weight)
-        return LossSum(check_loss(shard.call(_reducing(shard.criterion, "sum"))), weight)
+            total = widen(shard.call(_reducing(shard.criterion, "none"))).sum()
+        else:
+            total = check_loss(shard.call(_reducing(shard.criterion, "sum")))
+        return LossSum(total, weight, terms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,6 +382,8 @@ class WeighedMean(_Mean):
         minimum = self.settings.minimum
         bounds = bounds_of(minimum, weights)
         is_skipped = weights == 0 == minimum and not shard.collectives.sums_rows
+        if is_skipped and shard.rows:
+            _refuse_uncounted(shard)
         if not shard.rows or is_skipped:
             # The criterion would return nan or raise an error.
             nothing = shard.nothing()
@@ -396,6 +402,29 @@ class WeighedMean(_Mean):
         numbers = iter(flat_weights(weighed))
         weights: list[object] = map_weights(lambda _: next(numbers), weighed)
         return weights
+
+
+@torch.no_grad()
+def _refuse_uncounted(shard: ShardLoss) -> None:
+    """Raises ``ValueError`` if a shard whose weight is zero has a sum that is not: it is infinite."""
+    try:
+        means = shard.call()
+    except Exception:  # noqa: BLE001 - it may need something that is counted
+        return
+    if any(bool(mean.isinf().any()) for mean in containers.tensors_in(means)):
+        raise ValueError(
+            "the loss of a shard is infinite, and its weight= is 0, so that its sum is unknown, expected a weight that counts "
+            "all terms of the sum: leave weight= out, or give minimum= for a criterion that divides by max(count, minimum)"
+        )
+
+
+def _sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:
+    """Returns a name for the sum of a shard, which tells its elements a row if that is its weight."""
+    name = str(getattr(find_torch_loss(shard.criterion), "__name__", "a loss"))
+    is_size = isinstance(weight, Tensor) and weight.is_cpu and not weight.is_floating_point()
+    shapes = [each.shape for each in containers.tensors_in((shard.output, shard.targets))]
+    sizes = int(weight) / shard.rows if is_size else None, lengths_of(shapes, shard.rows)
+    return {SumName(0, "count", name, name, *sizes): None}
 
 
 def _divide_by(divisors: Sequence[float]) -> Callable[[LossSum | None], LossSum | None]:

@@ -81,7 +81,14 @@ def fit(
         )
         raise ValueError(f"the step is limited by cost, {expected}")
     request = request_of_step(step, inputs, targets)
-    limits = _limits(step, capacity, request)
+    step.micro_batch_size, report = fit_request(request, _limits(step, capacity, request))
+    return report
+
+
+def fit_request(request: Request, limits: Sequence[int]) -> tuple[int, MemoryReport]:
+    """Returns the most rows per device that fit in one forward, and the report of an update with
+    them.
+    """
     shares = request.split or request.row_step
     lines = trace_exactly(request, request.rows)
     if lines.fit(limits, request.rows):
@@ -89,15 +96,15 @@ def fit(
     else:
         most, lines = _most_rows(dataclasses.replace(request, micro_batches=2), limits)
         rows = _per_device(most, shares)
-    # the smallest of all ranks
-    rows = rows if isinstance(step.model, DataParallelModel) else -max_over_ranks(-rows)
+    if request.layout.is_distributed:
+        rows = -max_over_ranks(-rows)  # the smallest of all ranks
     if rows == 0:
         raise ValueError(f"not one row fits: {explain(request, limits)}")
-    step.micro_batch_size = rows
     count = count_micro_batches(request.rows, rows, shares)
+    size = rows
     request, rows = dataclasses.replace(request, micro_batches=count), -(-request.rows // count)
     shows_rows = lines.first.rows == rows or (lines.is_affine and not request.split)
-    return make_report(request, rows, lines if shows_rows else None)
+    return size, make_report(request, rows, lines if shows_rows else None)
 
 
 def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:

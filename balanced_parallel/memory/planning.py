@@ -49,6 +49,7 @@ _UNKNOWN_DIVISOR = (
     "as in DataParallelCriterion"
 )
 MATERIALIZE = 'module.to_empty(device="cpu")  # it is on meta, without values: load them here'
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _RESERVED = (
     "reserved: what the allocator takes from the device after it gave back its cache; this must fit"
 )
@@ -136,7 +137,8 @@ class MemoryPlan:
         nearest = f"{count} {of_size}" if count is not None else "larger devices"
         others = [choice.optimizer for choice in self.choices if choice.fits and choice.optimizer]
         instead = f"; or optimizer={others[0]}, which makes another result" if others else ""
-        return f"does not fit: needs {values.format_bytes(size)} for one row per device, nearest that does: {nearest}{instead}"
+        what = "this update" if self.choices[0].is_whole else "one row per device"
+        return f"does not fit: needs {values.format_bytes(size)} for {what}, nearest that does: {nearest}{instead}"
 
     @property
     def _rows(self) -> str:
@@ -186,6 +188,10 @@ class MemoryPlan:
             ValueError: nothing fits, or the number of devices is not that of the plan.
         """
         chosen = self.chosen
+        if chosen.is_whole:
+            raise ValueError(
+                "a plan of layout='step' has no TrainStep, expected its lines to be run"
+            )
         if not chosen.is_distributed:
             if device_ids is None and torch.accelerator.is_available():
                 device_ids = list(range(self.devices))
@@ -338,6 +344,7 @@ def plan(
     device_kind: str | None = None,
     dim: int = 0,
     scalar: float | None = None,
+    layout: str | None = None,
     seconds: float = math.inf,
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one host, or of several.
@@ -349,7 +356,7 @@ def plan(
     result. The cheapest choice takes the least time, where a byte of traffic takes as long as 3,000
     operations, or 300 in fp32. If nothing fits, optimizers with less state are shown as
     alternatives. An option that cannot be traced is skipped, and named with the reason. Each option is
-    logged (``logging``, ``INFO``) with the seconds that all others may take.
+    logged (``logging``, ``INFO``).
 
     Args:
         module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for
@@ -363,6 +370,8 @@ def plan(
         hosts: number of hosts with as many devices each. With several, every device has a rank of
             torchrun.
         precision: the precision to try first.
+        layout: ``"step"`` for an update in your own words, as for :func:`estimate`. It runs whole
+            on one device: only savings that need no knowledge of it are tried.
         seconds: time for the search. After it, and after Ctrl-C, the best option so far is the
             plan.
 
@@ -384,11 +393,13 @@ def plan(
     """
     for name, number in {"devices": devices, "hosts": hosts, "batch_size": batch_size}.items():
         values.check_number(name, number, "a positive number", at_least=1, whole=True)
+    if layout not in (None, "step"):
+        raise ValueError(f"layout={layout!r}, expected 'step', or None: the plan chooses it")
     request = make_request(
         Problem(module, criterion, inputs, targets, dim, scalar),
         optimizer=optimizer,
         precision=precision,
-        layout="replicas" if hosts == 1 else "ddp",
+        layout=layout or ("replicas" if hosts == 1 else "ddp"),
         devices=devices * hosts,
         device_kind=device_kind,
     )
@@ -421,7 +432,7 @@ def plan(
         untried=tuple(search.untried()),
         skipped=tuple(search.skipped.items()),
         remarks=_remarks(how),
-        unknown_divisor=not wrap(criterion).kind.knows_divisor,
+        unknown_divisor=not (best.is_whole or wrap(criterion).kind.knows_divisor),
         kind_capacity=request.kind.capacity,
         assumed=request.kind.remarks(best.precision),
     )
@@ -488,6 +499,20 @@ def write_program(
         **_parallel_settings(plan),
     }
     parallel = {name: value for name, value in parallel.items() if value}
+    if chosen.is_whole:
+        around = lines_of("surround")
+        if chosen.precision != "fp32":
+            around.insert(0, f'with torch.autocast("cuda", torch.{_DTYPES[chosen.precision]}):')
+        blocks = [*around, "update(module, optimizer, *inputs, *targets)"]
+        return (
+            "import torch",
+            "from balanced_parallel import savings",
+            "",
+            *lines_of("change_module"),
+            "optimizer = make_optimizer(module)",
+            *(f"{line}  # each of several" for line in lines_of("change_optimizer")),
+            *(f"{'    ' * depth}{line}" for depth, line in enumerate(blocks)),
+        )
     blocks = [*lines_of("surround"), "loss = step(inputs, targets)"]
     return (
         *_launch(plan),

@@ -59,7 +59,7 @@ class NumberedRows:
         kind = self._arithmetic.batch_kind(batch)
         is_known = not rows or kind in self._arithmetic.draws
         if self._update is None:
-            is_known = self._begin(rows, is_known=is_known)
+            self._update, is_known = self._begin(rows, is_known=is_known)
         elif collectives.world_size() > 1:
             raise ValueError(
                 "reproducible=True with several add() calls on several ranks: pass the effective batch to step(...)"
@@ -67,7 +67,7 @@ class NumberedRows:
         else:
             self._check_groups([self._update.rows, rows])
         update = self._update
-        first = self._update.number(rows)
+        first = update.number(rows)
         shapes = DrawShapes()
 
         def surround(shard: Shard, draws: list[Draw] | None) -> Shard:
@@ -102,31 +102,31 @@ class NumberedRows:
         draws = self._arithmetic.draws.get(kind, [])
         self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
 
-    def _begin(self, rows: int | None, *, is_known: bool) -> bool:
+    def _begin(self, rows: int | None, *, is_known: bool) -> tuple[UpdateRandom, bool]:
         """Begins an update with the rows of the first batch of each rank. All ranks call this.
 
-        Returns True if the draws of all ranks are known.
+        Returns its random numbers, and True if the draws of all ranks are known.
 
         Raises:
             ValueError: a rank has no batch, and others have.
         """
         seed = int(torch.empty((), dtype=torch.int64).random_())
         everyone = collectives.gather_objects((seed, rows, is_known))
-        counts = [count for _, count, _ in everyone]
-        if None in counts and {*counts} != {None}:
+        counts = [count for _, count, _ in everyone if count is not None]
+        if 0 < len(counts) < len(everyone):
+            without = [rank for rank, (_, count, _) in enumerate(everyone) if count is None]
             raise ValueError(
-                f"reproducible=True, and nothing was added on rank {counts.index(None)}, expected a batch on each rank, which may "
+                f"reproducible=True, and nothing was added on rank {without[0]}, expected a batch on each rank, which may "
                 "have no rows: step.add(inputs[:0], targets[:0])"
             )
-        if rows is not None:
-            self._check_groups(counts)
-            self._update = UpdateRandom(everyone[0][0], sum(counts[: collectives.rank()]))
-        return all(is_known for _, _, is_known in everyone)
+        self._check_groups(counts)
+        update = UpdateRandom(everyone[0][0], sum(counts[: collectives.rank()]))
+        return update, all(is_known for _, _, is_known in everyone)
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients."""
         if self._update is None and collectives.world_size() > 1:
-            self._begin(None, is_known=True)
+            self._update, _ = self._begin(None, is_known=True)
         reduced = self._opened().finish(settings)
         if self._update is not None:
             self._update.end()

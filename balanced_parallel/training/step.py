@@ -25,6 +25,7 @@ from ..batch.rows import Batch, Cut, ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans, merge_logged
 from ..loss.kinds import SEVERAL, Kind
+from ..loss.means import ChangedLossError
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import window
 from ..runtime import collectives
@@ -175,6 +176,8 @@ class TrainStep(SaysInstead):
         _check_arguments(criterion, micro_batch_size, cut, reproducible)
         self._strategy = gradient_sync(model, criterion)
         self.model = cast(ParallelModel, model)
+        # State of an optimizer is loaded to where its parameters are.
+        criterion.to(self.model.devices[0])
         self.reproducible = reproducible
         devices = [*self.model.devices, *(criterion.devices or ())]
         # Forwards without a graph are undone.
@@ -278,12 +281,22 @@ class TrainStep(SaysInstead):
                 entries of 2, 2, 2, 2, 2 and 1 rows.
         """
         outputs: list[PerReplica] = []
-        with self._updating(is_last=True) as (update, hooks):
-            collected = outputs if return_outputs else None
-            run = BatchRun(self._open(inputs, targets), True, collected)
-            self._forwards.begin(run)
-            update.add(run)
-            loss = self._apply(update, hooks)
+        is_only = self._update is None
+        try:
+            with self._updating(is_last=True) as (update, hooks):
+                collected = outputs if return_outputs else None
+                run = BatchRun(self._open(inputs, targets), True, collected)
+                self._forwards.begin(run)
+                update.add(run)
+                loss = self._apply(update, hooks)
+        except ChangedLossError:
+            # Ranks would have to agree that they run the update again.
+            if self._has_ranks:
+                raise
+            self._kind = self._first_kind()
+            if not is_only:
+                raise
+            return self(inputs, targets, return_outputs=return_outputs)  # type: ignore[call-overload,no-any-return]
         return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
 
     @naming_arguments

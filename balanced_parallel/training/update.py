@@ -41,10 +41,11 @@ from ..batch.rows import (
     spread,
 )
 from ..loss.copies import Calls
+from ..loss.coupled import CoupledLoss
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
-from ..loss.means import refuse_formulas
+from ..loss.means import SumName, compare_names
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure
@@ -308,6 +309,9 @@ class Accumulation(Attempt):
         weight_before: that of the last update, over everything, or 0.
     """
 
+    # The only micro-batch of an update has no first pass, for a loss of two.
+    takes_one_pass: ClassVar[bool] = True
+
     def __init__(
         self,
         forwards: Forwards,
@@ -336,7 +340,8 @@ class Accumulation(Attempt):
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # All gradients of this update are divided by it.
         self._logged: list[LoggedMeans] = []
-        self._formula = ""  # The formula of the losses, if a criterion is a function of sums.
+        # Those of the sums of the losses, if a criterion is a function of sums.
+        self._names: list[SumName] = []
         if forwards.state is not None:
             forwards.state.reset()
 
@@ -379,6 +384,10 @@ class Accumulation(Attempt):
             with profiled("micro-batch"):
                 self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
 
+    def run_again(self, run: BatchRun, loss: CoupledLoss) -> None:
+        """Runs a batch in the second of two passes."""
+        self.run(run, self.plan(run), loss.hand_back)
+
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns the shards of each micro-batch. Ranks may have to agree on their number."""
         model = self.forwards.model
@@ -404,7 +413,8 @@ class Accumulation(Attempt):
             self._backward([LossSum(zero, 0.0) for zero in zeros], 0, is_last=True)
         if self.forwards.state is not None:
             self.forwards.state.finish()
-        whole = self.sync.finish(LossSum(self._total, self._weight), settings)
+        terms: dict[SumName, Any] = dict.fromkeys(self._names)
+        whole = self.sync.finish(LossSum(self._total, self._weight, terms), settings)
         if self.forwards.state is not None:
             self.forwards.state.reset()  # Nothing stays in memory.
         kind = self.kind.learned(self.forwards.copies)
@@ -450,11 +460,10 @@ class Accumulation(Attempt):
             self._total = self._total + move(term.total.detach(), self._device)
             if term.logged:
                 self._logged.append(term.logged)
-            if term.terms:  # All sums of a shard have the same text.
-                text = next(iter(term.terms)).text
-                self._formula = self._formula or text
-                if text != self._formula:
-                    refuse_formulas(self._formula, text)
+            if term.terms:
+                names = [*term.terms]
+                self._names = self._names or names
+                compare_names(self._names, names)
         weight = _sum(weights, self._device)
         self._add_weight(weight)
         if self._divisor is None:

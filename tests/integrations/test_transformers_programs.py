@@ -79,9 +79,7 @@ def test_a_search_for_settings(monkeypatch):
     """Each trial begins with a new model, another learning rate and another batch."""
     from transformers import trainer as module
 
-    monkeypatch.setitem(
-        module.ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Search
-    )
+    monkeypatch.setitem(module.ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Search)
 
     def search(kind, **settings):
         arguments = make_arguments(**settings.pop("arguments"))

@@ -139,7 +139,7 @@ def pytest_configure(config):
     for name in ("harbor", "joblib", "openreward"):  # The newer version has no such functions.
         vars(found).setdefault(f"is_{name}_available", lambda: False)
     trainer = importlib.import_module("trl.trainer.sft_trainer")
-    for name in ("_chunked_cross_entropy_loss", "_patch_chunked_ce_lm_head"):
+    for name in ("_chunked_cross_entropy_loss", "_patch_chunked_ce_lm_head", "dft_loss"):
         vars(trainer).setdefault(name, None)
     kind = os.environ.get("OURS")
     if not kind:
