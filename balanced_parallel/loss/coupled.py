@@ -530,7 +530,8 @@ class LossOfSums(CoupledLoss):
 def _find_constant(pairs: Sequence[Any]) -> set[str]:
     """Returns the places of outputs that are the same for all shards, while others are not.
 
-    They have no rows, such as prototypes, or equal ones.
+    They have no rows, as prototypes, whose number is by chance that of the rows of a shard. Equal
+    rows may be one value that is expanded to all of them.
     """
     equal: dict[str, bool] = {}
     constant: set[str] = set()
@@ -540,9 +541,10 @@ def _find_constant(pairs: Sequence[Any]) -> set[str]:
         if not place.startswith("[0]") or not isinstance(first, Tensor):
             return
         equal[place] = all(torch.equal(first, other) for other in others)
-        is_mask = not first.is_floating_point() or bool(((first == 0) | (first == 1)).all())
-        if equal[place] and not is_mask and isinstance(values[0], Along):
-            constant.add(place)
+        if equal[place] and isinstance(values[0], Along) and first.is_floating_point():
+            row = first.narrow(values[0].dim, 0, min(first.size(values[0].dim), 1))
+            if not bool((first == row).all()):
+                constant.add(place)
 
     if len(pairs) > 1:
         containers.zip_leaves(look, pairs)
