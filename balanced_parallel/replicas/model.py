@@ -202,7 +202,12 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         # the forward may ask for gradients of its inputs under no_grad too
         with torch.enable_grad():
             shards = batch.split(self.devices, self.split)
-        outputs = self._run_shards(shards, method)
+        try:
+            outputs = self._run_shards(shards, method)
+        except RuntimeError as error:
+            if self.dim:
+                error.add_note(f"dim={self.dim} has split the inputs along dimension {self.dim}")
+            raise
         return self._gather(outputs) if self.gather_outputs else outputs
 
     def _run_shards(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:

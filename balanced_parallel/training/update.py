@@ -530,21 +530,21 @@ class Arithmetic:
         return {}
 
 
+@dataclass
 class Update:
     """One update in progress, from its first rows to the step of the optimizers."""
 
-    def __init__(self, work: Work, optimizers: ParameterUpdate) -> None:
-        self.optimizers = optimizers
-        self.has_rows = False  # batches were added
-        self.has_parted = False  # It has failed here, and other ranks have made it.
-        self._work: Work | None = work  # None after it has finished: optimizers may need its memory
-        self._discard = work.discard
+    work: Work | None  # None after it has finished: optimizers may need its memory
+    optimizers: ParameterUpdate
+    sync: UpdateSync | None = None  # that of work which has finished
+    has_rows: bool = False  # batches were added
+    has_parted: bool = False  # It has failed here, and other ranks have made it.
 
     def add(self, run: BatchRun) -> None:
         """Adds a batch."""
-        assert self._work is not None
+        assert self.work is not None
         try:
-            self._work.add(run)
+            self.work.add(run)
         except torch.OutOfMemoryError as error:
             error.add_note(
                 "expected less memory at a time: TrainStep(..., micro_batch_size='auto') runs a batch again in smaller pieces"
@@ -554,10 +554,10 @@ class Update:
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients. All ranks call this."""
-        assert self._work is not None
-        reduced = self._work.finish(settings)
-        self._work = None
-        self._discard = reduced.sync.discard
+        assert self.work is not None
+        reduced = self.work.finish(settings)
+        self.work = None
+        self.sync = reduced.sync
         return reduced
 
     @contextlib.contextmanager
@@ -572,13 +572,14 @@ class Update:
                 self.optimizers.check_gradients()
             yield
         except BaseException as error:
-            if had_rows and self._work is not None:
+            if had_rows and self.work is not None:
                 error.add_note(
                     "the rows that were added since the last update are dropped: add them again before apply()"
                 )
             # Ranks that have ended cannot be told.
             with contextlib.suppress(RuntimeError):
-                self.has_parted = self._discard(error)
+                failed = self.work or self.sync
+                self.has_parted = failed.discard(error) if failed else False
             self.optimizers.forget_gradients()
             raise
 
