@@ -206,6 +206,7 @@ class Forwards:
         self._prepare = prepare
         state = ForwardState(model.module, criterion.module)
         self.state = None if state.is_empty else state
+        self.is_undone = True
 
     def mark(self, inputs: Any, targets: Any) -> tuple[Arguments, Arguments, tuple[int, int]]:
         """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
@@ -234,7 +235,11 @@ class Forwards:
         return run
 
     def undo(self) -> None:
-        """Puts back what the forwards of an update that has failed have advanced."""
+        """Puts back what the forwards of an update that has failed have advanced.
+
+        ``is_undone`` tells whether an update of a single forward has advanced nothing.
+        """
+        self.is_undone = self.state is None or self.state.is_open
         if self.state is not None:
             self.state.undo()
 
