@@ -7,7 +7,8 @@ then the rows of a batch in their order.
 
 A shape does not tell which dimension has the rows: ``(6, 3, 7)`` with 3 rows is 3 x 2 parts, or
 time-major. So the first batch of each kind runs in two small forwards, of two and three rows: the
-dimension that grows is that of the rows.
+dimension that grows is that of the rows. If it has several parts of each row, two rows are compared
+with each alone: parts may be in another order than the rows.
 """
 
 import functools

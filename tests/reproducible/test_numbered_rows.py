@@ -169,12 +169,12 @@ def test_a_draw_on_the_host_that_runs_again_in_the_backward_of_a_device_is_the_s
 
 
 def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers(expected):
-    seen = []  # two small forwards, two updates
+    seen = []  # five small forwards, two updates
     with simulate(2) as cluster:
         step = make_step(["sim:0", "sim:1"], micro_batch_size="auto")
 
         def fail(model, inputs):
-            seen.append(cluster.fail_allocation(50 if len(seen) == 3 else 10**9))
+            seen.append(cluster.fail_allocation(50 if len(seen) == 6 else 10**9))
 
         step.model.register_forward_pre_hook(fail)
         assert_equal(train(step), expected)
