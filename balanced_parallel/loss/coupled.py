@@ -31,6 +31,7 @@ from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
 from .copies import Calls, CriterionCopies, ShardLoss, T, call_spread, devices_of, shards_of_targets
 from .entries import LoggedMeans, add_leaves, places_to_log
+from .rounding import Rounding
 from .sums import LossSum, add_up, hand_back, weighted_sum, widen
 
 
@@ -288,7 +289,7 @@ class LossOfSums(CoupledLoss):
                 error,
             )
         if statistics:
-            self.compare_sums(statistics)
+            self.compare_sums(statistics, functools.partial(self._halve, output, shard))
 
     @torch.no_grad()
     def compare(self, samples: Sequence[Any], device: torch.device) -> None:
@@ -321,24 +322,27 @@ class LossOfSums(CoupledLoss):
             whole = run(pair, rows, halved=False)
         except Exception:  # noqa: BLE001 - there may be too many rows
             return
-        self.compare_sums([*whole, *itertools.chain(*halves)], rows // sum(sizes))
+        again = functools.partial(run, pair, rows, halved=False)
+        self.compare_sums([*whole, *itertools.chain(*halves)], again, rows // sum(sizes))
         constant = _find_constant(pairs)
 
         def join_others(place: str, values: list[Any]) -> Any:
             return values[0] if place in constant else join(place, values)
 
         try:
-            pair = containers.zip_leaves(join_others, pairs)
-            whole = run(pair, sum(sizes), halved=False) if constant else []
+            once = containers.zip_leaves(join_others, pairs)
+            again = functools.partial(run, once, sum(sizes), halved=False)
+            whole = again() if constant else []
         except Exception:  # noqa: BLE001 - a tensor with rows does not fit to the others
             return
         try:
-            self.compare_sums([*whole, *itertools.chain(*halves)] if whole else [])
+            if whole:
+                self.compare_sums([*whole, *itertools.chain(*halves)], again)
         except ValueError as error:
             places = ", ".join(f"output{place.removeprefix('[0]')}" for place in sorted(constant))
             self._refuse(
-                f"{places} is the same for all rows, and each shard would add it: expected a value for each row, or a penalty that "
-                "is added to the loss that the criterion returned",
+                f"{places} is the same for all rows, and each shard would add it: expected a value for each row, or a penalty "
+                "that is added to the loss that the criterion returned",
                 error,
             )
 
@@ -472,28 +476,37 @@ class LossOfSums(CoupledLoss):
         set_generators(states, devices)
         return [part.tensors for part in results if part.tensors]
 
-    def compare_sums(self, samples: Sequence[dict[object, Tensor]], times: int = 1) -> None:
+    def compare_sums(
+        self,
+        samples: Sequence[dict[Any, Tensor]],
+        run: Callable[[], Sequence[dict[Any, Tensor]]],
+        times: int = 1,
+    ) -> None:
         """Raises ``ValueError`` if the first of some statistics are not the sum of the others, so many
         times.
+
+        ``run`` returns the first again, to find the effect of rounding.
         """
         self._check_shapes(samples)
-        for number, place in enumerate(samples[0] if samples else ()):
+        for number, place in enumerate(samples[0]):
             total, *parts = [widen(each[place]).cpu() for each in samples]
             every = torch.stack([total, *(part * times for part in parts)])
             apart = every.sum(0) - total
-            limit = self._limit(place, float(every.abs().max()), samples[0][place])
+            difference = (total - apart).abs().max()
+            limit = self._tolerance(samples[0][place]) * every.abs().max()
             # The variance of one row is nan. Nan in the whole is the caller's.
-            if total.isfinite().all() and not (total - apart).abs().max() <= limit:
+            if not total.isfinite().all() or difference <= limit:
+                continue
+            effects = []
+            for share in (1.0, 0.125):
+                with Rounding(share):
+                    rounded = run()[0].get(place, total)
+                effects.append(float((widen(rounded).cpu() - total).abs().max()))
+            is_rounding = difference <= effects[0] and effects[1] <= effects[0] / 2
+            if not is_rounding:
                 name = self._name(number, place)
                 values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
                 self._refuse(f"{name} of the first rows, {times} times, {values}")
-
-    def _limit(self, place: Any, largest: float, tensor: Tensor) -> float:
-        """Returns the difference that rounding explains, also of a loss that has become very small."""
-        tolerance = self._tolerance(tensor)
-        checks = self.copies.checks
-        largest_ever = checks.largest(self._kind(place), largest) if checks else largest
-        return tolerance * max(tolerance * largest_ever, largest)
 
     def _tolerance(self, tensor: Tensor) -> float:
         if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
@@ -517,7 +530,8 @@ class LossOfSums(CoupledLoss):
 def _find_constant(pairs: Sequence[Any]) -> set[str]:
     """Returns the places of outputs that are the same for all shards, while others are not.
 
-    They have no rows, such as prototypes, or equal ones.
+    They have no rows, as prototypes, whose number is by chance that of the rows of a shard. Equal
+    rows may be one value that is expanded to all of them.
     """
     equal: dict[str, bool] = {}
     constant: set[str] = set()
@@ -527,9 +541,10 @@ def _find_constant(pairs: Sequence[Any]) -> set[str]:
         if not place.startswith("[0]") or not isinstance(first, Tensor):
             return
         equal[place] = all(torch.equal(first, other) for other in others)
-        is_mask = not first.is_floating_point() or bool(((first == 0) | (first == 1)).all())
-        if equal[place] and not is_mask and isinstance(values[0], Along):
-            constant.add(place)
+        if equal[place] and isinstance(values[0], Along) and first.is_floating_point():
+            row = first.narrow(values[0].dim, 0, min(first.size(values[0].dim), 1))
+            if not bool((first == row).all()):
+                constant.add(place)
 
     if len(pairs) > 1:
         containers.zip_leaves(look, pairs)

@@ -269,6 +269,22 @@ class MemoryReport:
         return tabulate(rows, ["", *columns], style, disable_numparse=True, stralign="right")
 
 
+class KindComparison(dict[str, MemoryReport]):
+    """The reports of an update by the names of device kinds. As text it is a table."""
+
+    def __str__(self) -> str:
+        rows = []
+        for name, report in self.items():
+            capacity = report.batches.request.kind.capacity or 0
+            fits = report.at(report.rows).fits
+            needs = max(report.nvidia_smi)
+            left = format_bytes(capacity - needs) if needs <= capacity else "0 B"
+            row = name, "yes" if fits else "no", format_bytes(needs), format_bytes(capacity), left
+            rows.append([*row, f"{report.largest(capacity)} rows"])
+        headers = ["kind", "fits", "needs", "capacity", "left", "largest micro-batch"]
+        return tabulate(rows, headers, "simple", disable_numparse=True)
+
+
 POINTS = 600  # A curve has at most as many.
 _PAGE = """<!doctype html>
 <html lang="en">

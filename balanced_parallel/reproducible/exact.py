@@ -23,6 +23,7 @@ Losses and weights are added by ``math.fsum``, which rounds once.
 import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -31,22 +32,23 @@ from torch import Tensor, nn
 from .. import BalancedOptimizer
 from ..batch import containers
 from ..batch.rows import Shard
+from ..loss.coupled import CoupledLoss
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, add_numbers, power_of_two, run_backward
 from ..optim.balanced import is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
-from ..runtime.torch_private import profiled
+from ..runtime import torch_private
 from ..runtime.values import scaled
 from ..strategies.ddp import DDPSync
 from ..strategies.replicas import ReplicaSync
 from ..training.settings import Settings, Unchecked
 from ..training.update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
-from .groups import DDPGroups, GroupReport, GroupSync, ReplicaGroups
+from .groups import DDPGroups, GroupReport, GroupSync, PartUnits, ReplicaGroups
 from .kinds import exact_kind
 from .numbered_rows import ArithmeticByRow
 
-_BITS = 52  # of the largest element of a gradient, and at least 44
+_BITS = 52  # The largest element of a part has as many, and at least 44.
 _LEAST_BITS = 12  # Each element has as many. A smaller one has another unit.
 _STEP = 8  # The exponents of the units are this far apart.
 _SMALLEST = -1020  # the smallest exponent: its inverse is a number of float64, too
@@ -62,7 +64,9 @@ _ELEMENTS_ON_CPU = 2**16
 
 
 class ExactSum:
-    """An exact sum of gradients of one parameter, as integers by the exponent of their unit."""
+    """An exact sum of gradients of one part of a parameter, as integers by the exponent of their
+    unit.
+    """
 
     def __init__(self) -> None:
         self.integers: dict[int, Tensor] = {}
@@ -101,56 +105,61 @@ class ExactSum:
         """Adds zeros of the units that only other ranks have. All ranks have one order then."""
         for unit in units:
             if unit not in self.integers:
-                self.integers[unit] = _integers_like(like).zero_()
+                self.integers[unit] = torch.zeros_like(like, dtype=torch.int64)
         self.integers = dict(sorted(self.integers.items(), reverse=True))
 
     def write(self, result: Tensor, divisor: float) -> None:
         """Writes the sum over a divisor, rounded once: nan if a gradient was not finite."""
-        sizes = [math.nan if unit == _NOT_FINITE else 2.0**unit for unit in self.integers]
-        columns = [_parts(integers) for integers in self.integers.values()]
-        contiguous = result.contiguous()
-        for part, *counts in zip(_parts(contiguous), *columns, strict=True):
-            total = torch.zeros_like(part, dtype=torch.float64)
-            for count, size in zip(counts, sizes, strict=True):
-                total.add_(count, alpha=size)
-            part.copy_(total.div_(divisor))
-        if contiguous is not result:
-            result.copy_(contiguous)
+        total = _memory.like(result, torch.float64).zero_()
+        for unit, integers in self.integers.items():
+            total.add_(integers, alpha=math.nan if unit == _NOT_FINITE else 2.0**unit)
+        result.copy_(total.div_(divisor))
 
     def _count(self, unit: int, values: Tensor, factor: float, least: float, bound: float) -> float:
         """Adds values times a power of two, in units, of those between ``least`` and ``bound``.
 
         Returns the largest magnitude below ``least``.
         """
-        scale = factor * 2.0**-unit
-        is_new = unit not in self.integers
-        if is_new:
-            self.integers[unit] = _integers_like(values)
-        others = []
-        for part, total in zip(_parts(values), _parts(self.integers[unit]), strict=True):
-            counts = part.double() * scale
-            if bound < math.inf:
-                counts.masked_fill_(part.abs() >= bound, 0)
-            if least:
-                magnitudes = part.abs()
-                is_small = magnitudes < least
-                counts.masked_fill_(is_small, 0)
-                others.append(torch.where(is_small, magnitudes, 0).max())
-            if is_new:
-                total.copy_(counts)
-            else:
-                total += counts.long()
-        return float(torch.stack(others).max()) if least else 0.0
+        counts = _memory.like(values, torch.float64).copy_(values).mul_(factor * 2.0**-unit)
+        largest = 0.0
+        if bound < math.inf:
+            counts.masked_fill_(values.abs() >= bound, 0)
+        if least:
+            magnitudes = values.abs()
+            is_small = magnitudes < least
+            counts.masked_fill_(is_small, 0)
+            largest = float(torch.where(is_small, magnitudes, 0).max())
+        if unit in self.integers:
+            self.integers[unit] += _memory.like(values, torch.int64).copy_(counts)
+        else:
+            self.integers[unit] = counts.long()
+        return largest
 
 
-def _integers_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device)
+class _Memory(threading.local):
+    """Memory for the numbers of one part, which is used again on the CPU.
+
+    The operating system clears new memory, which takes longer than the arithmetic.
+    """
+
+    def __init__(self) -> None:
+        self._on_cpu = torch.empty(2, _ELEMENTS_ON_CPU, dtype=torch.int64, device="cpu")
+
+    def like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of this shape, whose values are lost in the next call for this dtype."""
+        if not tensor.is_cpu:
+            return torch.empty_like(tensor, dtype=dtype)
+        memory = self._on_cpu[int(dtype.is_floating_point)].view(dtype)
+        return memory[: tensor.numel()].view(tensor.shape)
+
+
+_memory = _Memory()
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Returns a tensor in parts. Those of a contiguous one are views."""
+    """Returns a tensor in parts of one dimension. Those of a contiguous one are views."""
     size = _ELEMENTS_ON_CPU if tensor.is_cpu else _ELEMENTS
-    return [tensor] if tensor.numel() <= size else tensor.reshape(-1).split(size)
+    return tensor.reshape(-1).split(size) if tensor.numel() else []
 
 
 def magnitudes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
@@ -173,23 +182,13 @@ def _ends(tensors: Sequence[Tensor], *, without_zeros: bool = False) -> list[tup
     home = tensors[0].device
     ends = []
     for tensor in tensors:
-        largest, smallest = _ends_of(tensor, without_zeros=without_zeros)
+        magnitudes = tensor.abs()
+        if without_zeros:
+            magnitudes.masked_fill_(magnitudes == 0, math.inf)
+        smallest, largest = magnitudes.aminmax()
         ends += [largest.to(home), smallest.to(home)]
     numbers = torch.stack(ends).tolist()
     return [*zip(numbers[::2], numbers[1::2], strict=True)]
-
-
-def _ends_of(tensor: Tensor, *, without_zeros: bool) -> tuple[Tensor, Tensor]:
-    ends = []
-    for part in _parts(tensor if tensor.numel() else tensor.new_zeros(1)):
-        magnitudes = part.abs()
-        if without_zeros:
-            magnitudes.masked_fill_(magnitudes == 0, math.inf)
-        ends.append(magnitudes.aminmax())
-    if len(ends) == 1:
-        return ends[0].max, ends[0].min
-    smallest, largest = zip(*ends, strict=True)
-    return torch.stack(largest).max(), torch.stack(smallest).min()
 
 
 def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -198,7 +197,7 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     It is the same for any cut of them into tensors, and for any order.
     """
     gradients = [each.grad for each in parameters if each.grad is not None]
-    norm = _norm([*map(_real, gradients)])
+    norm = _norm([part for gradient in gradients for part in _parts(_real(gradient))])
     factor = max_norm / (norm + 1e-6)  # nan if the norm is
     if not factor >= 1:
         for gradient in gradients:
@@ -207,9 +206,9 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     return torch.tensor(norm, dtype=torch.float64, device=home)
 
 
-def _norm(gradients: Sequence[Tensor]) -> float:
+def _norm(parts: Sequence[Tensor]) -> float:
     """Returns the norm. Squares, over that of the largest element, are integers of 62 bits."""
-    magnitudes = [largest for largest, _ in _ends(gradients)]
+    magnitudes = [largest for largest, _ in _ends(parts)]
     largest = max(magnitudes, default=0.0)
     if not all(map(math.isfinite, magnitudes)):
         return sum(magnitudes)
@@ -218,14 +217,14 @@ def _norm(gradients: Sequence[Tensor]) -> float:
     _, exponent = math.frexp(largest)
     scale = 2.0 ** min(-exponent, 1000)
     sums = []
-    for gradient in gradients:
-        for part in _parts(gradient):
-            squares = (part.double() * scale).square_().mul_(2.0**31)
-            high = squares.floor()
-            low = squares.sub_(high).mul_(2.0**31)
-            sums += [high.long().sum(), low.long().sum()]
+    for part in parts:
+        squares = _memory.like(part, torch.float64).copy_(part).mul_(scale).square_().mul_(2.0**31)
+        integers = _memory.like(part, torch.int64).copy_(squares)
+        sums.append(integers.sum())
+        squares.sub_(integers).mul_(2.0**31)
+        sums.append(integers.copy_(squares).sum())
     total = 0
-    home = gradients[0].device
+    home = parts[0].device
     for high, low in torch.stack([each.to(home) for each in sums]).view(-1, 2).tolist():
         total += (high << 31) + low
     return math.sqrt(total / 2**62) / scale
@@ -233,6 +232,8 @@ def _norm(gradients: Sequence[Tensor]) -> float:
 
 class ExactAccumulation(Accumulation):
     """Exact sums of losses and gradients over the groups of an update, on one rank."""
+
+    takes_one_pass = False  # A layout with one group has the same passes as others.
 
     def __init__(
         self,
@@ -249,7 +250,7 @@ class ExactAccumulation(Accumulation):
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
         self._weights: list[Tensor | float] = []
-        self._sums: dict[torch.device, dict[Tensor, ExactSum]] = {}
+        self._sums: dict[torch.device, dict[Tensor, list[ExactSum]]] = {}  # Those of the parts.
         self._has_graph = False
 
     def add(self, run: BatchRun) -> None:
@@ -273,7 +274,7 @@ class ExactAccumulation(Accumulation):
         with self._groups.accumulating():
             for shards in plan:
                 # No variable keeps the losses, and their graph, during the next forward.
-                with profiled("micro-batch"):
+                with torch_private.profiled("micro-batch"):
                     self._run_backwards(shards, self.forwards.run(shards, compute, run.outputs))
         for name, buffer in self._buffers():
             copy = before.get(name)
@@ -282,6 +283,20 @@ class ExactAccumulation(Accumulation):
                     f"reproducible='bits' with a forward that writes the buffer {name}, expected none, such as group norm in "
                     "place of batch norm, or a buffer made before: each device would have values of its own rows"
                 )
+
+    def run_again(self, run: BatchRun, loss: CoupledLoss) -> None:
+        """Runs a batch in the second of two passes.
+
+        If the first one has shown a mean over one count, this is the pass of the next updates. A run
+        that is resumed has the same bits then.
+        """
+        learned = self.kind.learned(self.forwards.copies, loss)
+        if learned.passes > 1:
+            super().run_again(run, loss)
+            return
+        self.kind = learned
+        self._is_mean = learned.is_mean
+        self.add(run)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for part in (self.forwards.model.module, self.forwards.copies.criterion):
@@ -361,74 +376,84 @@ class ExactAccumulation(Accumulation):
     @torch.no_grad()
     def _count_gradients(self, factors: Mapping[torch.device, float]) -> None:
         """Adds the gradients of one group on each device, times its factor."""
-        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        by_device: dict[torch.device, list[tuple[ExactSum, Tensor]]] = {}
         for parameter, gradient in self._groups.take(self._trained):
-            by_device.setdefault(gradient.device, []).append((parameter, _real(gradient)))
+            parts = _parts(_real(gradient))
+            sums = self._sums.setdefault(gradient.device, {})
+            totals = sums.setdefault(parameter, [ExactSum() for _ in parts])
+            by_device.setdefault(gradient.device, []).extend(zip(totals, parts, strict=True))
         for device, pairs in by_device.items():
-            sums = self._sums.setdefault(device, {})
-            magnitudes = magnitudes_of([gradient for _, gradient in pairs])
-            for (parameter, gradient), (largest, smallest) in zip(pairs, magnitudes, strict=True):
-                total = sums.setdefault(parameter, ExactSum())
-                total.add(gradient, largest, smallest, factors[device])
+            magnitudes = magnitudes_of([part for _, part in pairs])
+            for (total, part), (largest, smallest) in zip(pairs, magnitudes, strict=True):
+                total.add(part, largest, smallest, factors[device])
 
     @torch.no_grad()
-    def _join_devices(self) -> list[ExactSum | None]:
-        """Returns the sum of each parameter, None without one. The devices have none any more."""
-        totals: list[ExactSum | None] = []
-        for parameter in self._trained:
-            total = ExactSum()
-            has_any = False
-            for sums in self._sums.values():
-                if parameter in sums:
-                    has_any = True
-                    total.merge(sums.pop(parameter), parameter.device)
-            totals.append(total if has_any else None)
-        return totals
+    def _join_devices(self) -> dict[Tensor, list[ExactSum]]:
+        """Returns the sums of each parameter with a gradient. The devices have none any more."""
+        joined: dict[Tensor, list[ExactSum]] = {}
+        for sums in self._sums.values():
+            while sums:
+                parameter, parts = sums.popitem()
+                totals = joined.setdefault(parameter, [ExactSum() for _ in parts])
+                for total, part in zip(totals, parts, strict=True):
+                    total.merge(part, parameter.device)
+        return joined
 
-    def _report(self, sums: Sequence[ExactSum | None], digest: Sequence[float]) -> GroupReport:
+    def _report(
+        self, sums: Mapping[Tensor, list[ExactSum]], digest: Sequence[float]
+    ) -> GroupReport:
         calls = self.forwards.copies.collectives
         is_alone = not (calls.is_used or any(self.forwards.model.runs.values()))
         return GroupReport(
             [*map(float, self._losses)],
             [*map(float, self._weights)],
-            [None if each is None else [*each.integers] for each in sums],
+            {
+                number: [[*part.integers] for part in sums[parameter]]
+                for number, parameter in enumerate(self._trained)
+                if parameter in sums
+            },
             digest,
             "" if is_alone else _COMMUNICATES,
         )
 
     @torch.no_grad()
     def _sum(
-        self, sums: list[ExactSum | None], units: Sequence[Sequence[Sequence[int] | None]]
-    ) -> list[tuple[Tensor, ExactSum]]:
-        """Returns the sum over all ranks for each parameter with a gradient."""
-        totals: list[tuple[Tensor, ExactSum]] = []
-        units_of_totals: list[set[int]] = []
+        self, sums: dict[Tensor, list[ExactSum]], units: Sequence[Mapping[int, PartUnits]]
+    ) -> list[tuple[Tensor, list[ExactSum]]]:
+        """Returns the sums over all ranks for each parameter with a gradient."""
+        totals: list[tuple[Tensor, list[ExactSum]]] = []
+        units_of_totals: list[list[set[int]]] = []
         sizes: list[int] = []
         for number, parameter in enumerate(self._trained):
-            of_ranks = [of_rank[number] for of_rank in units]
-            if any(each is not None for each in of_ranks):
-                totals.append((parameter, sums[number] or ExactSum()))
-                units_of_totals.append(set(itertools.chain(*filter(None, of_ranks))))
-                sizes += [_real(parameter).numel()] * len(units_of_totals[-1])
-        sums.clear()
+            of_ranks = [of_rank[number] for of_rank in units if number in of_rank]
+            if not of_ranks:
+                continue
+            everywhere = [{*itertools.chain(*each)} for each in zip(*of_ranks, strict=True)]
+            totals.append((parameter, sums.pop(parameter, [ExactSum() for _ in everywhere])))
+            units_of_totals.append(everywhere)
+            for part, present in zip(_parts(_real(parameter)), everywhere, strict=True):
+                sizes += [part.numel()] * len(present)
 
         def integers() -> Iterator[Tensor]:
-            for (parameter, total), everywhere in zip(totals, units_of_totals, strict=True):
-                total.complete(everywhere, _real(parameter))
-                yield from total.integers.values()
+            for (parameter, of_parts), everywhere in zip(totals, units_of_totals, strict=True):
+                parts = _parts(_real(parameter))
+                for total, present, part in zip(of_parts, everywhere, parts, strict=True):
+                    total.complete(present, part)
+                    yield from total.integers.values()
 
         self._groups.reduce(sizes, integers())
         return totals
 
     @torch.no_grad()
-    def _set_gradients(self, totals: list[tuple[Tensor, ExactSum]], divisor: float) -> None:
+    def _set_gradients(self, totals: list[tuple[Tensor, list[ExactSum]]], divisor: float) -> None:
         """Makes sums gradients, one after the other. Integers are freed as these take their place."""
         while totals:
-            parameter, total = totals.pop()
-            gradient = torch.empty_like(parameter)
-            total.write(_real(gradient), divisor)
+            parameter, of_parts = totals.pop()
+            gradient = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            for total, part in zip(of_parts, _parts(_real(gradient)), strict=True):
+                total.write(part, divisor)
             accumulate([parameter], {0: gradient})
-            del total
+            del of_parts
 
 
 def _check_reports(reports: Sequence[GroupReport]) -> None:

@@ -5,7 +5,7 @@ ranks at the end of an update.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,14 +16,15 @@ from ..runtime.values import forget_gradients
 from ..strategies.ddp import DDPUpdate
 from ..strategies.replicas import ReplicaSync
 
+PartUnits = Sequence[Sequence[int]]  # The units of the gradient of each part of a parameter.
+
 
 class GroupReport(NamedTuple):
     """Numbers of the groups of rows of a process, for all others."""
 
     losses: Sequence[float] = ()  # the sum of the losses of each group
     weights: Sequence[float] = ()
-    # The units of the gradients of each parameter; None for an unused parameter.
-    units: Sequence[Sequence[int] | None] = ()
+    units: Mapping[int, PartUnits] = {}
     digest: Sequence[float] = ()  # The settings.
     refusal: str = ""
 

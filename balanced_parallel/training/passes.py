@@ -61,7 +61,8 @@ class TwoPasses(Attempt):
         kind = self._accumulation.kind
         home = self._forwards.model.devices[0]
         is_single = (
-            len(self._runs) == 1
+            self._accumulation.takes_one_pass
+            and len(self._runs) == 1
             and self._runs[0].is_whole
             and len(self._accumulation.plan(self._runs[0])) == 1
         )
@@ -83,7 +84,7 @@ class TwoPasses(Attempt):
                     self._forwards.run(shards, loss.collect)
         self._differentiate(loss)
         for run in self._runs:
-            self._accumulation.run(run, self._accumulation.plan(run), loss.hand_back)
+            self._accumulation.run_again(run, loss)
 
     def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
         """Runs what was kept, and reduces all gradients. All ranks call this."""

@@ -41,10 +41,11 @@ from ..batch.rows import (
     spread,
 )
 from ..loss.copies import Calls
+from ..loss.coupled import CoupledLoss
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
-from ..loss.means import refuse_formulas
+from ..loss.means import SumName, compare_names
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure
@@ -308,6 +309,9 @@ class Accumulation(Attempt):
         weight_before: that of the last update, over everything, or 0.
     """
 
+    # The only micro-batch of an update has no first pass, for a loss of two.
+    takes_one_pass: ClassVar[bool] = True
+
     def __init__(
         self,
         forwards: Forwards,
@@ -336,7 +340,8 @@ class Accumulation(Attempt):
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # All gradients of this update are divided by it.
         self._logged: list[LoggedMeans] = []
-        self._formula = ""  # The formula of the losses, if a criterion is a function of sums.
+        # Those of the sums of the losses, if a criterion is a function of sums.
+        self._names: list[SumName] = []
         if forwards.state is not None:
             forwards.state.reset()
 
@@ -379,6 +384,10 @@ class Accumulation(Attempt):
             with profiled("micro-batch"):
                 self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
 
+    def run_again(self, run: BatchRun, loss: CoupledLoss) -> None:
+        """Runs a batch in the second of two passes."""
+        self.run(run, self.plan(run), loss.hand_back)
+
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns the shards of each micro-batch. Ranks may have to agree on their number."""
         model = self.forwards.model
@@ -404,7 +413,8 @@ class Accumulation(Attempt):
             self._backward([LossSum(zero, 0.0) for zero in zeros], 0, is_last=True)
         if self.forwards.state is not None:
             self.forwards.state.finish()
-        whole = self.sync.finish(LossSum(self._total, self._weight), settings)
+        terms: dict[SumName, Any] = dict.fromkeys(self._names)
+        whole = self.sync.finish(LossSum(self._total, self._weight, terms), settings)
         if self.forwards.state is not None:
             self.forwards.state.reset()  # Nothing stays in memory.
         kind = self.kind.learned(self.forwards.copies)
@@ -450,11 +460,10 @@ class Accumulation(Attempt):
             self._total = self._total + move(term.total.detach(), self._device)
             if term.logged:
                 self._logged.append(term.logged)
-            if term.terms:  # All sums of a shard have the same text.
-                text = next(iter(term.terms)).text
-                self._formula = self._formula or text
-                if text != self._formula:
-                    refuse_formulas(self._formula, text)
+            if term.terms:
+                names = [*term.terms]
+                self._names = self._names or names
+                compare_names(self._names, names)
         weight = _sum(weights, self._device)
         self._add_weight(weight)
         if self._divisor is None:
@@ -521,21 +530,21 @@ class Arithmetic:
         return {}
 
 
+@dataclass
 class Update:
     """One update in progress, from its first rows to the step of the optimizers."""
 
-    def __init__(self, work: Work, optimizers: ParameterUpdate) -> None:
-        self.optimizers = optimizers
-        self.has_rows = False  # batches were added
-        self.has_parted = False  # It has failed here, and other ranks have made it.
-        self._work: Work | None = work  # None after it has finished: optimizers may need its memory
-        self._discard = work.discard
+    work: Work | None  # None after it has finished: optimizers may need its memory
+    optimizers: ParameterUpdate
+    sync: UpdateSync | None = None  # that of work which has finished
+    has_rows: bool = False  # batches were added
+    has_parted: bool = False  # It has failed here, and other ranks have made it.
 
     def add(self, run: BatchRun) -> None:
         """Adds a batch."""
-        assert self._work is not None
+        assert self.work is not None
         try:
-            self._work.add(run)
+            self.work.add(run)
         except torch.OutOfMemoryError as error:
             error.add_note(
                 "expected less memory at a time: TrainStep(..., micro_batch_size='auto') runs a batch again in smaller pieces"
@@ -545,10 +554,10 @@ class Update:
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients. All ranks call this."""
-        assert self._work is not None
-        reduced = self._work.finish(settings)
-        self._work = None
-        self._discard = reduced.sync.discard
+        assert self.work is not None
+        reduced = self.work.finish(settings)
+        self.work = None
+        self.sync = reduced.sync
         return reduced
 
     @contextlib.contextmanager
@@ -563,13 +572,14 @@ class Update:
                 self.optimizers.check_gradients()
             yield
         except BaseException as error:
-            if had_rows and self._work is not None:
+            if had_rows and self.work is not None:
                 error.add_note(
                     "the rows that were added since the last update are dropped: add them again before apply()"
                 )
             # Ranks that have ended cannot be told.
             with contextlib.suppress(RuntimeError):
-                self.has_parted = self._discard(error)
+                failed = self.work or self.sync
+                self.has_parted = failed.discard(error) if failed else False
             self.optimizers.forget_gradients()
             raise
 

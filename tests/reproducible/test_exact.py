@@ -103,6 +103,67 @@ def test_outputs_are_those_of_each_group():
     assert_close(torch.cat(list(outputs)), step.model.module(inputs), rtol=1e-5, atol=1e-6)
 
 
+class Counted(nn.Module):
+    """Counts its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+        self.forwards = []
+
+    def forward(self, inputs):
+        self.forwards.append(len(inputs))
+        return self.net(inputs)
+
+
+def train_with_means(rank, ranks=1, devices=1, resumed=False, rows=ROWS):
+    """Returns digests of three updates with means inside of a criterion, and counts of forwards.
+
+    The step is another one in each update if it is resumed.
+    """
+    torch.manual_seed(0)
+    module, (inputs, labels) = Counted(), batch(rows=rows)
+    inputs, labels = inputs[rows_of(rank, ranks)], labels[rows_of(rank, ranks)]
+    values = torch.sin(7 * inputs[:, :1]).expand(-1, 5)
+    model, criterion = parallelize(module, one_count, ["cpu"] * devices)
+    make = functools.partial(TrainStep, model, criterion, sgd(module), max_grad_norm=1.0, **BITS)
+    found, counts, step = [], [], make()
+    for _ in range(3):
+        step = make() if resumed else step
+        module.forwards.clear()
+        found.append(bits_of(step, step(inputs, (labels, values)), step.grad_norm))
+        counts.append(len(module.forwards))
+    return found, counts
+
+
+def test_means_inside_take_two_forwards_once_and_have_the_same_bits_when_resumed():
+    expected, counts = train_with_means(0)
+    groups = -(-ROWS // SIZE)
+    assert counts[0] > 2 * groups
+    assert counts[1:] == [groups, groups]
+    for settings in ({"resumed": True}, {"devices": 3}, {"devices": 3, "resumed": True}):
+        assert train_with_means(0, **settings)[0] == expected, settings
+    for resumed in (False, True):
+        for found, _ in run_ranks(2, train_with_means, 2, 1, resumed):
+            assert found == expected
+    # An update of one group has the same passes.
+    expected, _ = train_with_means(0, rows=SIZE)
+    assert train_with_means(0, resumed=True, rows=SIZE)[0] == expected
+
+
+def test_parts_of_a_parameter_have_the_same_bits_in_any_layout(monkeypatch):
+    """Parameters have parts of 7 elements, of other magnitudes each."""
+    monkeypatch.setattr(exact, "_ELEMENTS_ON_CPU", 7)
+    found = []
+    for devices in (1, 3):
+        net = build_net()
+        with torch.no_grad():
+            net[0].weight.mul_(torch.tensor([1.0, 0.0, 1e-12, 1e12]))
+        step = make_step(net, devices=devices, max_grad_norm=1.0, **BITS)
+        found.append(bits_of(step, step(*batch()), step.grad_norm, step(*batch())))
+    assert found[0] == found[1]
+
+
 # Sums and norms
 
 
