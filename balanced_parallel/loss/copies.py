@@ -23,6 +23,7 @@ from ..runtime.collectives import OnCollective, gather_objects, world_size
 from ..runtime.devices import pin
 from ..runtime.torch_private import is_differentiable, profiled
 from ..runtime.values import Precision
+from .rules import instead_of
 from .sums import zero_of
 
 Criterion = nn.Module | Callable[..., Tensor]
@@ -331,6 +332,11 @@ def _call(
                     f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved to "
                     f"{device}: pass a tensor of all rows as a target, another as a buffer of a module or by functools.partial"
                 )
+            raise
+        except TypeError as error:
+            if "must be Tensor, not" in str(error):  # A loss of torch was given all outputs.
+                kind = type(output).__name__
+                error.add_note(f"the output of the model is a {kind}: {instead_of(output)}")
             raise
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from .. import Precision
 from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
+from ..runtime import values
 from ..runtime.torch_private import is_compiled
-from ..runtime.values import check_number, format_bytes
 from ..strategies.tracing import TracedBatch, check_module
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
@@ -33,6 +33,7 @@ T = TypeVar("T")
 MODES = "train", "evaluate"
 
 
+@values.naming_arguments
 def estimate(
     module: nn.Module,
     criterion: LossFunction,
@@ -222,7 +223,7 @@ def make_request(
     kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
     Precision(precision)
     for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
-        check_number(name, number, "a positive number", at_least=1, whole=True)
+        values.check_number(name, number, "a positive number", at_least=1, whole=True)
     _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients, micro_batch_size)
     shares = split or LAYOUTS[layout].devices_per_process(devices)
     batch = batch or problem.batch
@@ -408,14 +409,14 @@ def _assumed_of_loop(request: Request, lines: Lines, rows: int) -> dict[str, str
         )
     elif more := lines.more_if_kept(0, rows, lambda block: block.kind == "gradients"):
         assumed["zero_grad"] = (
-            f"assumed: before the forward; a loop that calls it after needs {format_bytes(more)} more"
+            f"assumed: before the forward; a loop that calls it after needs {values.format_bytes(more)} more"
         )
     if not request.keeps_outputs and (
         more := lines.more_if_kept(0, rows, lambda block: block.is_output)
     ):
         assumed["outputs"] = (
             "assumed: released after the loss; a loop that keeps them until the next forward needs "
-            f"{format_bytes(more)} more (keeps_outputs=True)"
+            f"{values.format_bytes(more)} more (keeps_outputs=True)"
         )
     return assumed
 

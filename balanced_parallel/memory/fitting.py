@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from .. import BalancedOptimizer, DataParallelModel, TrainStep
 from ..batch.plan import count_micro_batches, split_sizes
+from ..runtime import values
 from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
 from ..runtime.torch_private import is_sharded
-from ..runtime.values import check_type, format_bytes
 from ..savings.offloading import is_offloaded
 from ..strategies.tracing import TracedBatch
 from .candidates import SCALARS
@@ -34,6 +34,7 @@ from .trace.private import storage_id
 from .trace.tracer import copies_of, gradients_of, groups_of, states_of, try_traces
 
 
+@values.naming_arguments
 def fit(
     step: TrainStep,
     inputs: object,
@@ -73,7 +74,7 @@ def fit(
         >>> step.micro_batch_size, report.micro_batches, report.nvidia_smi[0] <= 4 * 2**20
         (765, 6, True)
     """
-    check_type("step", step, TrainStep, "a TrainStep: fit(step, inputs, targets)")
+    values.check_type("step", step, TrainStep, "a TrainStep: fit(step, inputs, targets)")
     if step.cut is not None and step.micro_batch_size is None:
         expected = (
             "expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"
@@ -166,7 +167,7 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     report = make_report(request, rows, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
     holders = ", ".join(
-        f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}"
+        f"{values.format_bytes(holder.bytes)} of {holder.part}{_place(holder)}"
         for holder in report.where[worst][:3]
     )
     savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDS]
@@ -175,13 +176,13 @@ def explain(request: Request, limits: Sequence[int]) -> str:
         ((size, planned.saving.name) for planned, size in measured.items()), default=(0, "")
     )
     advice = (
-        f"{best} would save most, {format_bytes(size)}"
+        f"{best} would save most, {values.format_bytes(size)}"
         if size > 0
         else "no known saving would help"
     )
     return (
-        f"one row per device needs {format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
-        f"{format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
+        f"one row per device needs {values.format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
+        f"{values.format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
     )
 
 

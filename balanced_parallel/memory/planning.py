@@ -27,7 +27,7 @@ from torch import nn
 
 from .. import BalancedOptimizer, DataParallelCriterion, TrainStep, parallelize
 from ..batch.plan import split_sizes
-from ..runtime.values import check_number, format_bytes
+from ..runtime import values
 from ..savings.saving import Savings
 from ..strategies.parallelize import detect_ranks
 from .candidates import HEADERS, TAKES_ANY_ROWS, WIDTHS, Choice, Option, Search, row_of
@@ -128,7 +128,7 @@ class MemoryPlan:
         most = self.kind_capacity or size
         if size <= most:
             return self._fit
-        return f"{self._fit}; but {self.device_kind} has {format_bytes(most)} and not {format_bytes(size)}"
+        return f"{self._fit}; but {self.device_kind} has {values.format_bytes(most)} and not {values.format_bytes(size)}"
 
     @property
     def _fit(self) -> str:
@@ -137,12 +137,12 @@ class MemoryPlan:
             return f"fits: yes, {self._filled(how)}"
         assert self.needs is not None
         size, count = self.needs
-        of_size = f"devices of {format_bytes(max(self.capacity))}"
+        of_size = f"devices of {values.format_bytes(max(self.capacity))}"
         nearest = f"{count} {of_size}" if count is not None else "larger devices"
         others = [choice.optimizer for choice in self.choices if choice.fits and choice.optimizer]
         instead = f"; or optimizer={others[0]}, which makes another result" if others else ""
         what = "this update" if self.choices[0].is_whole else "one row per device"
-        return f"does not fit: needs {format_bytes(size)} for {what}, nearest that does: {nearest}{instead}"
+        return f"does not fit: needs {values.format_bytes(size)} for {what}, nearest that does: {nearest}{instead}"
 
     @property
     def _rows(self) -> str:
@@ -156,8 +156,8 @@ class MemoryPlan:
         """
         sizes = zip(self.chosen.reserved, self.capacity, strict=False)  # ranks are alike
         reserved, capacity = max(sizes, key=lambda pair: pair[0] / pair[1])
-        used = f"{format_bytes(reserved)} of {format_bytes(capacity)}"
-        left = f"{format_bytes(capacity - reserved)} left"
+        used = f"{values.format_bytes(reserved)} of {values.format_bytes(capacity)}"
+        left = f"{values.format_bytes(capacity - reserved)} left"
         return (
             f"with only {left}, {how}, {used}"
             if reserved > 0.98 * capacity
@@ -334,6 +334,7 @@ def _with_tuples(value: Any) -> Any:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
+@values.naming_arguments
 def plan(
     module: nn.Module,
     criterion: LossFunction,
@@ -397,7 +398,7 @@ def plan(
         True
     """
     for name, number in {"devices": devices, "hosts": hosts, "batch_size": batch_size}.items():
-        check_number(name, number, "a positive number", at_least=1, whole=True)
+        values.check_number(name, number, "a positive number", at_least=1, whole=True)
     if layout not in (None, "step"):
         raise ValueError(f"layout={layout!r}, expected 'step', or None: the plan chooses it")
     request = make_request(
@@ -456,7 +457,7 @@ def _remarks(option: Option) -> tuple[str, ...]:
     for planned in savings_of("by hand", "optimizer"):
         size = int(planned.of_state * parts["optimizer state"])
         if planned.change is None and (size or not planned.of_state):
-            saved = f" saves {format_bytes(size)}" if size else ""
+            saved = f" saves {values.format_bytes(size)}" if size else ""
             texts.append(f"{planned.saving.name}{saved} ({planned.saving.cost})")
     return tuple(texts)
 
