@@ -19,7 +19,9 @@ def make(dtype=torch.float64, **settings):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(0)
-    base = BertForMaskedLM(BertConfig(vocab_size=WORDS, num_attention_heads=2, **sizes, **rates)).to(dtype)
+    base = BertForMaskedLM(
+        BertConfig(vocab_size=WORDS, num_attention_heads=2, **sizes, **rates)
+    ).to(dtype)
     config = peft.LoraConfig(r=2, init_lora_weights=False, **settings)
     return peft.get_peft_model(base, config).to(dtype).train()
 

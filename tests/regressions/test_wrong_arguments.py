@@ -243,7 +243,7 @@ ERRORS = {
         make_step()(INPUTS, TARGETS, return_output=True)
     ),
     "unexpected keyword argument 'labels', expected one of inputs, targets": lambda: make_step()(
-        **{"labels": TARGETS}
+        labels=TARGETS
     ),
     r"expected estimate\(module, criterion, inputs, targets, \*": lambda: memory.estimate(
         nn.Linear(4, 3), CE, LOADER
