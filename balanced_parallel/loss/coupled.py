@@ -497,9 +497,13 @@ class LossOfSums(CoupledLoss):
             # The variance of one row is nan. Nan in the whole is the caller's.
             if not total.isfinite().all() or difference <= limit:
                 continue
-            with Rounding():
-                rounded = run()[0].get(place, total)
-            if not difference <= (widen(rounded).cpu() - total).abs().max():
+            effects = []
+            for share in (1.0, 0.125):
+                with Rounding(share):
+                    rounded = run()[0].get(place, total)
+                effects.append(float((widen(rounded).cpu() - total).abs().max()))
+            is_rounding = difference <= effects[0] and effects[1] <= effects[0] / 2
+            if not is_rounding:
                 name = self._name(number, place)
                 values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
                 self._refuse(f"{name} of the first rows, {times} times, {values}")

@@ -515,7 +515,7 @@ _COUNTS = (
     "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
     "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, multiply by 1 / constant"
 )
-_SMALL = 2.0**-63  # In float32 a sum of 1e19 can be divided by it.
+_SMALL = 2.0**-63  # A sum of 1e19 in float32 can be divided by it.
 _DEPENDENT_IN_MODEL = (
     ". The rows depend on each other, or the model draws random numbers for all of them: return what the loss needs, such as the "
     "embeddings, and compute it in a criterion, with whole=True for a loss of all rows"

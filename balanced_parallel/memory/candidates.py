@@ -138,6 +138,7 @@ def row_of(choice: Choice) -> list[str]:
 
 TAKES_ANY_ROWS = "a plan needs a module, a criterion and an optimizer that take any number of rows"
 SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no trace has
+MARGIN_OF_SHARDS = 0.1  # published programs of FSDP need more than is predicted
 BASE = 2  # rows per device in the first of two traces
 
 
@@ -180,7 +181,10 @@ class Option:
         self.rows = self.share if self.is_distributed else batch_size  # The batch of a process.
         self.request = replace(request, micro_batches=1, update_rows=self.rows)
         sizes = [min(capacity)] * request.devices if self.is_distributed else capacity
-        self.limits = [size - SCALARS for size in sizes]  # bytes for what a trace has
+        has_margin = request.layout.is_sharded and request.kind.is_gpu
+        self.part = 1 - MARGIN_OF_SHARDS * has_margin  # This part of a device may be full.
+        # bytes for what a trace has
+        self.limits = [int(size * self.part) - SCALARS for size in sizes]
         self.parameters = sum(parameter.nbytes for parameter in request.module.parameters())
         self.learned = trained(request.module.parameters())
         self.traced: dict[int, Lines] = {}
@@ -230,7 +234,7 @@ class Option:
         device that needs the most.
         """
         rows = [self.share if self.is_whole else 1] * self.request.devices
-        return max(self.reserved(2, rows, fits=False)) + SCALARS
+        return int((max(self.reserved(2, rows, fits=False)) + SCALARS) / self.part)
 
     def reserved(self, micro_batches: int, rows: Sequence[int], *, fits: bool) -> list[int]:
         """Returns the bytes that each device reserves for its rows in one forward, within its limit

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
+from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, Shard
 from ..loss.copies import Calls
 from ..loss.kinds import Kind
@@ -26,6 +27,8 @@ from ..runtime import collectives, torch_private
 from ..training.settings import Settings
 from ..training.update import Arithmetic, BatchRun, Compute, Forwards, Limit, Reduced, Work
 from .row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
+
+RunShard = Callable[..., object]  # Returns the output of a shard, with its draws if known.
 
 
 class NumberedRows:
@@ -93,12 +96,12 @@ class NumberedRows:
                     # The state of the criterion differs between the two forwards.
                     return loss.loss(calls.copies, device, is_split=False).collect(calls)
 
-            self._arithmetic.find_draws(
-                kind,
-                batch,
-                update,
-                lambda shard: self._forwards.run([surround(shard, None)], compute),
-            )
+            def run_shard(shard: Shard, draws: list[Draw] | None = None) -> object:
+                outputs: list[PerReplica] = []
+                self._forwards.run([surround(shard, draws)], compute, outputs)
+                return outputs[0][0]
+
+            self._arithmetic.find_draws(kind, batch, update, run_shard)
         draws = self._arithmetic.draws.get(kind, [])
         self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
 
@@ -194,22 +197,30 @@ class ArithmeticByRow(Arithmetic):
         ]
         return tuple([module.training for module in self._modules]), *types
 
-    def find_draws(
-        self, kind: Hashable, batch: Batch, update: UpdateRandom, run: Callable[[Shard], object]
-    ) -> None:
+    def find_draws(self, kind: Hashable, batch: Batch, update: UpdateRandom, run: RunShard) -> None:
         """Runs two and three rows, and puts back what they change.
 
-        A rank without rows runs none, twice.
+        A rank without rows runs none, as often.
+
+        Raises:
+            ValueError: parts of rows are in another order than the rows.
         """
+        device = self.model.devices[0]
+        # One row is repeated where rows have lengths of their own.
+        distinct = 1 if batch.pads else batch.rows or 0
+        rows = [row % distinct for row in range(3)] if batch.rows else []
         self.before.take()
         try:
             with torch.no_grad():
-                for count in (2, 3) if batch.rows else (0, 0):
-                    # One row is repeated where rows have lengths of their own.
-                    distinct = 1 if batch.pads else batch.rows or 0
-                    run(
-                        batch.shard([row % distinct for row in range(count)], self.model.devices[0])
-                    )
+                for count in (2, 3):
+                    run(batch.shard(rows[:count], device))
+                draws = find_draws(*update.forwards[-2:]) if batch.rows else []
+                has_parts = any(dim is not None and shape[dim] > 2 for _, shape, dim in draws)
+                if any(collectives.gather_objects(has_parts)):
+                    parts = [rows[:2], rows[:1], rows[1:2]]
+                    outputs = [run(batch.shard(part, device), draws) for part in parts]
+                    if has_parts and not any(map(_meets_rows, self._modules)):
+                        _compare(*outputs)
         except torch.OutOfMemoryError as error:
             error.add_note(
                 "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
@@ -219,4 +230,27 @@ class ArithmeticByRow(Arithmetic):
         finally:
             self.before.restore()
         if batch.rows:
-            self.draws[kind] = find_draws(*update.forwards[-2:])
+            self.draws[kind] = draws
+
+
+def _meets_rows(module: nn.Module) -> bool:
+    """Returns True for batch norm in training, whose outputs depend on all rows."""
+    return isinstance(module, torch_private.BatchNorm) and module.training
+
+
+def _compare(whole: object, *rows: object) -> None:
+    """Raises ``ValueError`` if the outputs of two rows are others than those of each alone, in any
+    order.
+    """
+    leaves = zip(*(containers.tensors_in(each) for each in (whole, *rows)), strict=True)
+    for both, *alone in leaves:
+        found = torch.cat([each.flatten() for each in alone]).double().sort().values
+        expected = both.flatten().double().sort().values
+        if len(found) == len(expected):
+            limit = 0.01 * expected.abs().max()
+            if (found - expected).abs().max() > limit:
+                raise ValueError(
+                    "an operator draws for several parts of each row, and their order is another than that of the rows, as in "
+                    "torch.cat([h, h]), so reproducible=True does not know the rows: draw for torch.stack([h, h]), or for parts "
+                    "of a row beside each other"
+                )

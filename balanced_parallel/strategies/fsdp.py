@@ -111,6 +111,12 @@ class ShardedModel(RankModel):
             for name, parameter in module.named_parameters()
         }
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Changes nothing: the backward of each micro-batch reduces its gradients, whose sum is the
+        same, and no rank keeps whole gradients.
+        """
+        return contextlib.nullcontext()
+
     def forward_without_rows(self) -> Tensor:
         """Takes part in a forward of the other ranks. Returns a zero for the backward."""
         outputs = self._run(None, None, 0)

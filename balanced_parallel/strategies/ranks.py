@@ -27,7 +27,7 @@ from ..loss.means import SumName, compare_names, digest_names
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
-from ..replicas.module_tree import numbers_of
+from ..replicas.module_tree import copy_state, numbers_of
 from ..replicas.replicas import without_trace
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import OnCollective, gather_objects, refuse_renorm
@@ -175,6 +175,10 @@ class RankModel(ParallelModel):
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
         raise NotImplementedError
+
+    def copy_state(self) -> Callable[[], None]:
+        """Copies buffers and numbers of the module. Returns a function that puts them back."""
+        return copy_state(self.module)
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
         """Runs rows on this rank. All ranks call this."""

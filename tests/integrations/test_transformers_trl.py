@@ -265,6 +265,15 @@ def test_a_model_of_reference_that_follows_on_distinct_devices():
     assert abs(constant[-1][1] / expected[0][-1][1] - 1) > 0.01
 
 
+def test_a_model_of_reference_in_bf16_keeps_the_forward_that_trl_gives_it():
+    """accelerate puts autocast around it, and takes both away if it is asked for the model without autocast."""
+    expected, _ = run(
+        dpo, evaluates=False, is_exact=False, per_device_train_batch_size=6, bf16=True
+    )
+    result, _ = run(dpo, evaluates=False, devices=THREE, bf16=True)
+    torch.testing.assert_close(torch.tensor(result), torch.tensor(expected), rtol=0.05, atol=0.01)
+
+
 def test_micro_batches_of_trl_differ():
     """Tokens of micro-batches have other weights in ``loss_type="bnpo"``."""
     expected, _ = run("bnpo", evaluates=False, is_exact=False, per_device_train_batch_size=6)

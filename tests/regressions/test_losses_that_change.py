@@ -5,10 +5,18 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, Whole, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    Whole,
+    parallelize,
+    simulate,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 LAYOUTS = [(1, 2), (3, None), (2, 2)]
@@ -255,3 +263,21 @@ def test_the_state_of_a_criterion_is_resumed_on_devices():
         step = begin()
         step.load_state_dict(state)
         torch.testing.assert_close(step(inputs, target), expected)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_a_loop_with_no_sync_runs_in_all_strategies(rank, strategy):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5)).double()
+    inputs, target = torch.randn(8, 4).double(), torch.rand(8, 5).double()
+    expected = torch.autograd.grad(F.mse_loss(net(inputs), target), [*net.parameters()])
+    model, criterion = parallelize(net, nn.MSELoss(), strategy=strategy)
+    first, second = slice(4 * rank, 4 * rank + 2), slice(4 * rank + 2, 4 * rank + 4)
+    with model.no_sync():
+        (criterion(model(inputs[first]), target[first]) / 2).backward()
+    (criterion(model(inputs[second]), target[second]) / 2).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    if strategy == "fsdp":
+        gradients = [gradient.full_tensor() for gradient in gradients]
+    torch.testing.assert_close(gradients, [*expected])

@@ -673,3 +673,61 @@ def test_a_small_loss_of_rows_that_depend_on_each_other_is_refused(scale, of_mod
     step = step_of(net, lambda loss: loss) if of_model else step_of(net.layer, net.loss)
     with pytest.raises(ValueError, match="does not add up over the rows"):
         step((inputs, target)) if of_model else step(inputs, target)
+
+
+class Stateful(nn.Module):
+    """A model whose loss depends on a buffer and a number that its forwards advance."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.utils.spectral_norm(nn.Linear(4, 5).double())
+        self.calls = 0
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs, target=None):
+        output = self.layer(inputs)
+        if target is None:
+            return output
+        self.calls += 1
+        self.forwards += 1
+        factor = 1 - 0.5 ** (self.forwards + self.calls)
+        return F.mse_loss(output, target) + factor * output.square().mean()
+
+
+def train_stateful(net, model, criterion, rows=slice(None)):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    inputs, target = make_batch()
+    model(inputs[rows])
+    losses = []
+    for _ in range(3):
+        loss = criterion(model(inputs[rows], target[rows]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, net.calls, net.forwards.item()
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_first_forward_by_hand_advances_its_state_once(devices):
+    """It ran again for its loss, from the state behind itself."""
+    nets = [Stateful() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    expected = train_stateful(nets[0], nets[0], lambda loss: loss)
+    model = DataParallelModel(nets[1], ["cpu"] * devices)
+    losses, *state = train_stateful(nets[1], model, DataParallelCriterion(lambda loss: loss))
+    assert losses == pytest.approx(expected[0], rel=1e-9)
+    assert (*state,) == expected[1:]
+
+
+@on_ranks(2)
+def test_the_first_forward_by_hand_advances_its_state_once_on_ranks(rank):
+    torch.manual_seed(0)
+    nets = [Stateful() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    expected = train_stateful(nets[0], nets[0], lambda loss: loss)
+    model, criterion = parallelize(nets[1], lambda loss: loss)
+    rows = slice(3 * rank, 8 if rank else 3)
+    losses, *state = train_stateful(nets[1], model, criterion, rows)
+    assert losses == pytest.approx(expected[0], rel=1e-9)
+    assert (*state,) == expected[1:]

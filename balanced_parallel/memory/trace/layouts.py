@@ -293,12 +293,12 @@ class WholeStep(SingleDevice):
 
     def make_optimizers(self) -> list[Optimizer]:
         """Makes the optimizers of the module, in the structure that the update knows."""
-        make: Any = self.request.optimizer
-        self.structure = make.make(self.module)
-        made = leaves_of_tree(self.structure)
-        for optimizer in made:
+        maker: Any = self.request.optimizer
+        self.structure = maker.make(self.module)
+        optimizers = leaves_of_tree(self.structure)
+        for optimizer in optimizers:
             refuse_closures(type(optimizer), "an estimate")
-        return made
+        return optimizers
 
     def run(self, part: Shard) -> None:
         """Runs the update."""
