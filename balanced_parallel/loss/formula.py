@@ -385,7 +385,7 @@ class SumNotes(TorchFunctionMode):
         self._held: list[Tensor] = []  # The storages identify counts.
         self._rows: int | None = None
         self._has_entries = False  # Values of the batch are lists with an entry for each row.
-        self._shapes: list[torch.Size] = []  # Those of the values of the batch.
+        self._shapes: list[torch.Size] = []  # The shapes of the values of the batch.
         self._facts = _FactsByTensor()
 
     def __enter__(self) -> Self:
@@ -809,16 +809,7 @@ class SumNotes(TorchFunctionMode):
         logged = values_to_log(result)
         beside = {id(leaf) for name, leaf in containers.leaves(result) if name in logged}
 
-        def place(leaf: object) -> object:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            facts = self._of(leaf)
-            # A constant to log may be the number of rows of a shard.
-            is_fixed = facts.number is None and id(leaf) in beside
-            is_known = leaf.numel() == 1 and facts.level <= _OF_SUMS and not is_fixed
-            return self._place(leaf) if is_known else Unknown()
-
-        structure = containers.map_leaves(place, result)
+        structure = containers.map_leaves(lambda leaf: self._entry(leaf, beside), result)
         entries = dict(containers.leaves(structure))
         places = places_behind(entries.values(), self._operations)
         if self._has_shards and places & (self._outside.keys() - self._of_model):
@@ -839,6 +830,16 @@ class SumNotes(TorchFunctionMode):
             [] if self._has_entries else lengths_of(self._shapes, self._rows or 0),
         )
         return formula, statistics
+
+    def _entry(self, leaf: object, beside: set[int]) -> object:
+        """Returns the place of an entry of the result, or Unknown. ``beside`` are values to log."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        facts = self._of(leaf)
+        # A constant to log may be the number of rows of a shard.
+        is_fixed = facts.number is None and id(leaf) in beside
+        is_known = leaf.numel() == 1 and facts.level <= _OF_SUMS and not is_fixed
+        return self._place(leaf) if is_known else Unknown()
 
     def _described(self, statistic: Statistic) -> Statistic:
         """Returns a statistic without its value, with its order if Python has compared it."""

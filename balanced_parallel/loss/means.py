@@ -494,13 +494,14 @@ def compare_names(first: Sequence[SumName], other: Sequence[SumName]) -> None:
             f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others",
             f"; {_ALWAYS}",
         )
-    for one, two in zip(first, other, strict=True):
-        lengths = [pair for pair in zip(one.lengths, two.lengths, strict=False) if None not in pair]
-        are_longer = any(length != another for length, another in lengths)
-        if are_longer and None not in (one.per_row, two.per_row) and one.per_row != two.per_row:
+    for name, match in zip(first, other, strict=True):
+        pairs = zip(name.lengths, match.lengths, strict=False)
+        are_longer = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+        counts = name.per_row, match.per_row
+        if are_longer and None not in counts and counts[0] != counts[1]:
             raise UnknownMeanError(
-                f"the criterion computes {one.kind} over {one.per_row:g} elements for each of some rows, and over "
-                f"{two.per_row:g} for each of others, as if each shard pads to its own longest row",
+                f"the criterion computes {name.kind} over {name.per_row:g} elements for each of some rows, and over "
+                f"{match.per_row:g} for each of others, as if each shard pads to its own longest row",
                 f", expected the same for all rows: write {_MASKED}",
             )
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, Shard
 from ..loss.copies import Calls
 from ..loss.kinds import Kind
@@ -97,7 +96,7 @@ class NumberedRows:
                     return loss.loss(calls.copies, device, is_split=False).collect(calls)
 
             def run_shard(shard: Shard, draws: list[Draw] | None = None) -> object:
-                outputs: list[PerReplica] = []
+                outputs: list[Any] = []
                 self._forwards.run([surround(shard, draws)], compute, outputs)
                 return outputs[0][0]
 
@@ -215,12 +214,7 @@ class ArithmeticByRow(Arithmetic):
                 for count in (2, 3):
                     run(batch.shard(rows[:count], device))
                 draws = find_draws(*update.forwards[-2:]) if batch.rows else []
-                has_parts = any(dim is not None and shape[dim] > 2 for _, shape, dim in draws)
-                if any(collectives.gather_objects(has_parts)):
-                    parts = [rows[:2], rows[:1], rows[1:2]]
-                    outputs = [run(batch.shard(part, device), draws) for part in parts]
-                    if has_parts and not any(map(_meets_rows, self._modules)):
-                        _compare(*outputs)
+                self._check_parts(batch, rows, draws, run)
         except torch.OutOfMemoryError as error:
             error.add_note(
                 "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
@@ -231,6 +225,19 @@ class ArithmeticByRow(Arithmetic):
             self.before.restore()
         if batch.rows:
             self.draws[kind] = draws
+
+    def _check_parts(self, batch: Batch, rows: list[int], draws: list[Draw], run: RunShard) -> None:
+        """Compares two rows with each alone, if an operator draws for several parts of a row.
+
+        All ranks call this.
+        """
+        has_parts = any(dim is not None and shape[dim] > 2 for _, shape, dim in draws)
+        if any(collectives.gather_objects(has_parts)):
+            device = self.model.devices[0]
+            parts = [rows[:2], rows[:1], rows[1:2]]
+            outputs = [run(batch.shard(part, device), draws) for part in parts]
+            if has_parts and not any(map(_meets_rows, self._modules)):
+                _compare(*outputs)
 
 
 def _meets_rows(module: nn.Module) -> bool:
@@ -243,12 +250,12 @@ def _compare(whole: object, *rows: object) -> None:
     order.
     """
     leaves = zip(*(containers.tensors_in(each) for each in (whole, *rows)), strict=True)
-    for both, *alone in leaves:
-        found = torch.cat([each.flatten() for each in alone]).double().sort().values
-        expected = both.flatten().double().sort().values
-        if len(found) == len(expected):
+    for joined, *alone in leaves:
+        values = torch.cat([each.flatten() for each in alone]).double().sort().values
+        expected = joined.flatten().double().sort().values
+        if len(values) == len(expected):
             limit = 0.01 * expected.abs().max()
-            if (found - expected).abs().max() > limit:
+            if (values - expected).abs().max() > limit:
                 raise ValueError(
                     "an operator draws for several parts of each row, and their order is another than that of the rows, as in "
                     "torch.cat([h, h]), so reproducible=True does not know the rows: draw for torch.stack([h, h]), or for parts "

@@ -359,7 +359,7 @@ class _FSDPUpdate(RankUpdate):
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         if not has_begun:
             collectives.tell_failure(error, self._group)
-        elif self._model.outputs is not None:  # Otherwise the others wait in a block.
+        elif self._model.outputs is not None:  # The others do not wait in a block.
             self._run_forwards(is_single=is_single)
             collectives.tell_failure(error)
 

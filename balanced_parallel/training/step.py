@@ -292,10 +292,7 @@ class TrainStep(SaysInstead):
                 loss = self._apply(update, hooks)
         except ChangedLossError:
             # Ranks would have to agree that they run the update again.
-            if self._has_ranks:
-                raise
-            self._kind = self._first_kind()
-            if not is_only:
+            if self._has_ranks or not is_only or not self._forwards.is_undone:
                 raise
             return self(inputs, targets, return_outputs=return_outputs)  # type: ignore[call-overload,no-any-return]
         return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
@@ -380,6 +377,8 @@ class TrainStep(SaysInstead):
                     yield update, hooks
             except BaseException as error:
                 self._forwards.undo()
+                if isinstance(error, ChangedLossError) and not self._has_ranks:
+                    self._kind = self._first_kind()
                 if self._has_ranks:
                     collectives.explain_timeout(error)
                 if update.has_parted:  # The other ranks learn of it in the next reduction.

@@ -206,6 +206,7 @@ class Forwards:
         self._prepare = prepare
         state = ForwardState(model.module, criterion.module)
         self.state = None if state.is_empty else state
+        self.is_undone = True
 
     def mark(self, inputs: Any, targets: Any) -> tuple[Arguments, Arguments, tuple[int, int]]:
         """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
@@ -234,7 +235,11 @@ class Forwards:
         return run
 
     def undo(self) -> None:
-        """Puts back what the forwards of an update that has failed have advanced."""
+        """Puts back what the forwards of an update that has failed have advanced.
+
+        ``is_undone`` tells whether an update of a single forward has advanced nothing.
+        """
+        self.is_undone = self.state is None or self.state.is_open
         if self.state is not None:
             self.state.undo()
 
@@ -340,7 +345,7 @@ class Accumulation(Attempt):
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # All gradients of this update are divided by it.
         self._logged: list[LoggedMeans] = []
-        # Those of the sums of the losses, if a criterion is a function of sums.
+        # The sums of the losses have these names, if a criterion is a function of sums.
         self._names: list[SumName] = []
         if forwards.state is not None:
             forwards.state.reset()

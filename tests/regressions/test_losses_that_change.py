@@ -74,6 +74,49 @@ def test_rows_that_were_added_before_a_loss_changes_are_dropped_with_an_error():
     torch.testing.assert_close(step(inputs, target), expected.detach())
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 5), nn.BatchNorm1d(5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_a_loss_that_changes_advances_buffers_once(rows):
+    """An update of a single forward has no copies of them, so it is an error, and the next one goes on."""
+    torch.manual_seed(0)
+    net, number = Counting(), 1
+    step = make_step(net, lambda *given: alternate(number, *given), 2, rows)
+    inputs, target = torch.randn(8, 4), torch.rand(8, 5)
+    step(inputs, target)
+    number = 2
+    if rows is None:
+        with pytest.raises(ValueError, match="make another TrainStep where the loss changes"):
+            step(inputs, target)
+        net.calls.fill_(1)
+    expected = alternate(number, net.layer(inputs), target)
+    torch.testing.assert_close(step(inputs, target), expected.detach())
+    assert net.calls == 2
+
+
+def test_rows_can_be_added_after_a_loss_has_changed():
+    net, number = nn.Linear(4, 5), 1
+    step = make_step(net, lambda *given: alternate(number, *given), 2, None)
+    inputs, target = torch.randn(8, 4), torch.rand(8, 5)
+    step(inputs, target)
+    number = 2
+    with pytest.raises(ValueError, match="make another TrainStep where the loss changes"):
+        step.add(inputs[:4], target[:4])
+    expected = alternate(number, net(inputs), target)
+    step.add(inputs[:4], target[:4])
+    step.add(inputs[4:], target[4:])
+    torch.testing.assert_close(step.apply(), expected.detach())
+
+
 def mean_in_checkpoint(output, target):
     return checkpoint(F.mse_loss, output, target, use_reentrant=False)
 
@@ -181,6 +224,33 @@ def test_outputs_with_equal_rows_are_right():
     torch.manual_seed(0)
     inputs, target = torch.randn(6, 4), torch.rand(6, 5)
     assert_exact(Heads(), criterion, (inputs,), (target,), 3, 1)
+
+
+class Gaussian(nn.Module):
+    """A mean for each row, and a learned deviation that is expanded to all rows, as policies have."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.log_std = (
+            nn.Linear(4, 5),
+            nn.Parameter(torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])),
+        )
+
+    def forward(self, inputs):
+        balance = self.mean.weight.square().mean()
+        return self.mean(inputs), self.log_std.expand(len(inputs), 5), balance.expand(len(inputs))
+
+
+def negative_log_likelihood(mean, log_std, balance, target):
+    errors = ((mean - target) / log_std.exp()).square() / 2 + log_std
+    return errors.sum(1).mean() + log_std.sum(1).mean() + 0.1 * balance.mean()
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(3, 1), (3, None), (2, 2), (1, 2)])
+def test_a_value_that_is_expanded_to_all_rows_has_rows(devices, rows):
+    torch.manual_seed(0)
+    inputs, target = torch.randn(6, 4), torch.rand(6, 5)
+    assert_exact(Gaussian(), negative_log_likelihood, (inputs,), (target,), devices, rows)
 
 
 def anchors(output, target):
