@@ -541,7 +541,7 @@ class Update:
 
     work: Work | None  # None after it has finished: optimizers may need its memory
     optimizers: ParameterUpdate
-    sync: UpdateSync | None = None  # that of work which has finished
+    sync: UpdateSync | None = None  # The synchronisation of work which has finished.
     has_rows: bool = False  # batches were added
     has_parted: bool = False  # It has failed here, and other ranks have made it.
 
