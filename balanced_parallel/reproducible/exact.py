@@ -249,7 +249,7 @@ class ExactAccumulation(Accumulation):
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
         self._weights: list[Tensor | float] = []
-        self._sums: dict[torch.device, dict[Tensor, list[ExactSum]]] = {}  # Those of the parts.
+        self._sums: dict[torch.device, dict[Tensor, list[ExactSum]]] = {}  # The sums of the parts.
         self._has_graph = False
 
     def add(self, run: BatchRun) -> None:

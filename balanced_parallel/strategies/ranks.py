@@ -372,7 +372,7 @@ class GradientRecord:
             forget_gradients([parameter for parameter, count in counted if not count])
 
 
-_records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()  # Those of all models.
+_records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()  # The records of all models.
 
 
 class RankUpdate(UpdateSync):

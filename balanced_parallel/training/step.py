@@ -377,10 +377,10 @@ class TrainStep(SaysInstead):
                     yield update, hooks
             except BaseException as error:
                 self._forwards.undo()
-                if isinstance(error, ChangedLossError) and not self._has_ranks:
-                    self._kind = self._first_kind()
                 if self._has_ranks:
                     collectives.explain_timeout(error)
+                elif isinstance(error, ChangedLossError):
+                    self._kind = self._first_kind()
                 if update.has_parted:  # The other ranks learn of it in the next reduction.
                     failure = f"failed with {type(error).__name__}: {error}"
                     self._last = self._last._replace(failure=failure)
