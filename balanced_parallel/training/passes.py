@@ -84,7 +84,8 @@ class TwoPasses(Attempt):
                     self._forwards.run(shards, loss.collect)
         self._differentiate(loss)
         for run in self._runs:
-            self._accumulation.run_again(run, loss)
+            learned = self._accumulation.kind.learned(self._forwards.copies, loss)
+            self._accumulation.run_again(run, learned, loss.hand_back)
 
     def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
         """Runs what was kept, and reduces all gradients. All ranks call this."""
