@@ -1,6 +1,6 @@
 """How do bytes, copies, memory and the work of the host grow with devices and micro-batches?
 
-Each formula stands beside counts of the second Adam step on simulated devices. Run without arguments, it measures everything and
+Each formula stands beside counts of an update with Adam on simulated devices. Run without arguments, it measures everything and
 writes the README beside it.
 """
 
@@ -109,10 +109,8 @@ def main() -> None:
             of_calls = 750 + 80 * n + 4.5 * n * n if is_balanced else 442 + 86 * n
             of_live = 1 + 3 / n if is_balanced else 4
             expected = (of_bytes, 4 * n + of_copies, of_calls) if n > 1 else (0, 4, calls)
-            rows.append(
-                [n, "yes" if is_balanced else "no", f"{moved:.2f} / {expected[0]:.2f}", f"{copies} / {expected[1]}"]
-                + [f"{live:.2f} / {of_live:.2f}", f"{calls} / {expected[2]:.0f}"]
-            )
+            pairs = f"{moved:.2f} / {expected[0]:.2f}", f"{copies} / {expected[1]}", f"{live:.2f} / {of_live:.2f}"
+            rows.append([n, "yes" if is_balanced else "no", *pairs, f"{calls} / {expected[2]:.0f}"])
     heads = ["devices", "BalancedOptimizer", "bytes through the hottest", "copies", "live bytes of the hottest", "calls"]
     of_devices = table(rows, heads)
     batches = []
@@ -131,12 +129,12 @@ With n devices, m micro-batches and AdamW, for n > 1:
 
 | | plain optimizer | `BalancedOptimizer` | what ends it |
 |---|---|---|---|
-| bytes through the hottest device | n P | 4 (n - 1) / n P | the link: NVLink carries n P of the first device in turn |
+| bytes through the hottest device | n P | 4 (n - 1) / n P | the link of the first device, such as its NVLink |
 | copies | 2 m n + 4 (n - 1) | 2 m n + 2 n² | launches: n² small pieces of a small model |
 | live bytes, without activations | 4 P | (1 + 3 / n) P | P and the activations of one micro-batch |
 | calls of the main thread, m = 2 | 442 + 86 n | 750 + 80 n + 4.5 n², within 2 % | one interpreter, whose threads share its lock |
 
-Calls grow with the micro-batches by a constant for each, and not with the parameters, whose gradients travel in buckets:
+Calls grow with the micro-batches by a constant for each:
 
 {of_batches}
 
@@ -144,16 +142,15 @@ Calls grow with the micro-batches by a constant for each, and not with the param
 
 {of_ranks}
 
-With r ranks of DDP, each device is one process. Calls do not grow with r. The collectives are an all-reduce for each bucket of
-25 MiB of gradients, and one gather of seven numbers, for any r and m: 2 (r - 1) / r P bytes each way in a ring. Memory is 4 P on each
-rank, and (1 + 3 / r) P with `BalancedOptimizer`. What ends it is the gather of the hosts, which grows with r.
+With r ranks of DDP, each device has a process, whose calls do not grow with r. The collectives are an all-reduce for each
+bucket of 25 MiB of gradients, and one gather of the numbers of the ranks, for any r and m. In a ring they are 2 (r - 1) / r P
+bytes each way. Live bytes are 4 P on each rank. What ends it is the gather, which waits for all hosts.
 
 ## From which size on torchrun is the answer
 
-One process launches the kernels of n devices in turn. A call takes about 2 us, so 8 devices with `BalancedOptimizer` cost 3.4 ms an
-update beside the launches of the forwards, and 16 devices 6 ms. Use torchrun where a micro-batch of one device takes less than n
-times the host's time for it, which [Host overhead](../host_overhead/README.md) measures: in practice beyond 4 devices for small models,
-beyond 8 for all, and always on several machines. On one or two devices, or for a micro-batch above 100 ms, replicas do.
+One interpreter launches the kernels of all devices: n devices need n times the host's time for one. Under torchrun each has its
+own. If the host takes a share s of the update of one device, as `host ... ms of ... ms` in the page of `scripts/gpu_page.py`,
+replicas hide it up to n = 1 / s devices: 10 for 10 %, 4 for 25 %. From there on, and on several machines always, use torchrun.
 
 Environment: simulated devices and gloo on {environment()}, 1 thread. Nothing here is a speed on a GPU.
 To reproduce (it writes this file):
