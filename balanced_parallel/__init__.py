@@ -97,8 +97,11 @@ def __getattr__(name: str) -> Any:
     if name == "sum_over_rows":  # A program that imports it may not call it.
         return _refuse_sum_over_rows
     if name not in _PLACES:
-        advice = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
+        if (
+            name in _ELSEWHERE
+        ):  # Only this error reaches "from balanced_parallel import DataParallel".
+            raise ImportError(f"module {__name__!r} has no {name!r}: {_ELSEWHERE[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_PLACES[name], __name__), name)
     return value
 

@@ -2,13 +2,14 @@
 
 What a step needs:     PROGRAM estimate --problem net.py:build --devices 4
 How it fits:           PROGRAM plan --problem net.py:build --batch-size 512 --memory 24GiB
+What fits at once:     PROGRAM fit --problem net.py:build --batch-size 512 --memory 24GiB
 What would save:       PROGRAM tricks --problem net.py:build --devices 4
 
 ``build`` is a function that returns ``(module, criterion, inputs, targets)``.
 
 No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if
 nothing fits, and 2, with one line on stderr, if the model or a flag is wrong. Plans print there what
-they try and how long it may take, and traces of more than three seconds their progress.
+they try, and traces of more than three seconds their progress.
 """
 
 import argparse
@@ -40,11 +41,11 @@ from torch import nn
 from . import memory
 from .batch.containers import describe
 from .memory.devices import find_kind
-from .memory.estimation import MODES
-from .memory.fitting import saved_bytes
+from .memory.estimation import MODES, make_request
+from .memory.fitting import fit_request, saved_bytes
 from .memory.planning import MATERIALIZE, MemoryPlan
 from .memory.problem import Problem
-from .memory.report import MemoryReport, load_plotly
+from .memory.report import MemoryReport, load_plotly, parse_each
 from .memory.savings import PLANNED
 from .memory.trace.layouts import LAYOUTS
 from .runtime.values import format_bytes, parse_bytes
@@ -139,13 +140,23 @@ def make_parser() -> OneLineParser:
         action="store_true",
         help="spread the optimizer's state over the devices",
     )
-    add = commands["plan"].add_argument
-    best = "time for the search; after it, or Ctrl-C, the best option so far is printed"
-    add("--seconds", type=float, default=math.inf, metavar="S", help=best)
+    add(
+        "--savings",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,...",
+        help="functions of balanced_parallel.savings that are applied before",
+    )
     place = (
         "of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)"
     )
-    add("--memory", dest="capacity", type=capacity, metavar="SIZE", help=place)
+    for name in ("plan", "fit"):
+        commands[name].add_argument(
+            "--memory", dest="capacity", type=capacity, metavar="SIZE", help=place
+        )
+    add = commands["plan"].add_argument
+    best = "time for the search; after it, or Ctrl-C, the best option so far is printed"
+    add("--seconds", type=float, default=math.inf, metavar="S", help=best)
     add(
         "--hosts",
         default=1,
@@ -193,7 +204,7 @@ def _problem_and_step() -> OneLineParser:
     add(
         "--device-kind",
         metavar="KIND",
-        help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)",
+        help="h200, a100, ..., cpu; estimate takes several: a100,rtx4090 (default: this machine's accelerator, else h200)",
     )
     scalar = "the largest value that the module reads of a tensor (.item(), if), where it does"
     add("--scalar", type=float, metavar="X", help=scalar)
@@ -206,11 +217,20 @@ def _problem_and_step() -> OneLineParser:
 def estimate(flags: argparse.Namespace) -> int:
     """Prints the memory of one update. Returns the exit code."""
     layout = flags.layout or layout_of(flags.devices)
-    problem, rows, settings = _build(flags, "micro_batch_size", "balanced_optimizer", "mode")
-    ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
-    report = memory.estimate(
-        **vars(problem.with_rows(-(-rows // ranks))), layout=layout, **settings
+    problem, rows, settings = _build(
+        flags, "micro_batch_size", "balanced_optimizer", "mode", "savings"
     )
+    ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
+    settings |= vars(problem.with_rows(-(-rows // ranks))) | {"layout": layout}
+    kinds = (flags.device_kind or "").split(",")
+    if len(kinds) > 1:
+        comparison = memory.compare_kinds(**settings | {"device_kind": kinds})
+        parts = {name: report.to_json() for name, report in comparison.items()}
+        items = ", ".join(f'"{name}": {text}' for name, text in parts.items())
+        text = f"{{{items}}}" if flags.json else str(comparison)
+        print(text, file=flags.output)
+        return 0 if any(report.at(report.rows).fits for report in comparison.values()) else 1
+    report = memory.estimate(**settings)
     return _show(flags, report.to_json() if flags.json else str(report), report)
 
 
@@ -230,6 +250,18 @@ def plan(flags: argparse.Namespace) -> int:
     return _show(
         flags, result.to_json() if flags.json else result.describe(verbose=flags.verbose), result
     )
+
+
+def fit(flags: argparse.Namespace) -> int:
+    """Prints the most rows per device that fit in one forward. Returns the exit code."""
+    problem, count, settings = _build(flags)
+    request = make_request(problem.with_rows(count), layout="replicas", **settings)
+    size = flags.capacity or request.kind.capacity
+    if size is None:
+        raise ValueError(f"{request.kind.name} has no capacity, expected --memory")
+    rows, report = fit_request(request, parse_each(size, flags.devices))
+    title = f"micro_batch_size={rows}, in {report.micro_batches} micro-batch(es)"
+    return _show(flags, report.to_json() if flags.json else f"{title}\n\n{report}", report)
 
 
 def tricks(flags: argparse.Namespace) -> int:
@@ -268,7 +300,8 @@ def _build(flags: argparse.Namespace, *names: str) -> tuple[Problem, int, dict[s
 
     Wrong flags fail before the model is built.
     """
-    find_kind(flags.device_kind)
+    for name in (flags.device_kind or "").split(","):
+        find_kind(name or None)
     if flags.html:
         load_plotly()
         flags.html.parent.mkdir(parents=True, exist_ok=True)
@@ -295,6 +328,7 @@ def _show(flags: argparse.Namespace, text: str, result: MemoryReport | MemoryPla
 COMMANDS = {
     "estimate": (estimate, "the memory of an update on each device"),
     "plan": (plan, "the cheapest way to fit the batch"),
+    "fit": (fit, "the most rows per device that fit in one forward"),
     "tricks": (tricks, "the bytes that each known trick saves for the model"),
 }
 
@@ -329,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def logs_of_a_command() -> Iterator[None]:
-    """Prints what is tried, how long it may take, and the progress of long traces.
+    """Prints what is tried, and the progress of long traces.
 
     Hides torch's log, a traceback for each shape that does not suit.
     """

@@ -1,6 +1,7 @@
 """Settings of the documentation site. To build it: ``sphinx-build -W -c docs . build/site``."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
 templates_path = ["site/templates"]
-autodoc_typehints = "none"  # the descriptions of the arguments say it in words
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 72  # A longer signature has a line for each argument.
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_use_rtype = False
@@ -58,6 +61,7 @@ html_sidebars = {
 }
 html_static_path = ["site/static"]
 html_css_files = ["pages.css"]
+html_search_scorer = str(ROOT / "docs" / "site" / "search_order.js")
 html_extra_path = ["site/index.html"]  # index.html, which leads to the first page
 html_copy_source = False
 html_show_sourcelink = False
@@ -75,6 +79,15 @@ def add_contents(app: object, page: str, source: list[str]) -> None:
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*/README\n```\n"
 
 
+def break_names(app: object, page: str, template: str, context: dict[str, Any], tree: object) -> None:
+    """Lets long names of headings and of code break behind dots, for phones."""
+    if "body" in context:
+        parts = re.split(r"(<h1>.*?</h1>|<span class=\"pre\">[^<]*</span>)", context["body"])
+        parts[1::2] = [re.sub(r"(?<=\w)\.(?=\w)", ".<wbr>", part) for part in parts[1::2]]
+        context["body"] = "".join(parts)
+
+
 def setup(app: Any) -> None:
     """Connects the changes of pages."""
     app.connect("source-read", add_contents)
+    app.connect("html-page-context", break_names)

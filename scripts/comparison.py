@@ -227,8 +227,9 @@ def draw(path: Path, title: str, capacities: list[int | None], results: list[Res
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    words = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    matplotlib.rcParams.update(dict.fromkeys(words, "#757575"))
+    grey = "#757575"
+    matplotlib.rcParams.update({"text.color": grey, "axes.labelcolor": grey, "axes.edgecolor": grey})
+    matplotlib.rcParams.update({"xtick.color": grey, "ytick.color": grey})
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = []
     highest = max(result.hottest for result in results)
@@ -243,7 +244,7 @@ def draw(path: Path, title: str, capacities: list[int | None], results: list[Res
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         for place, capacity in zip(places, capacities, strict=False):
             if capacity is not None and capacity / 2**20 < 2 * highest:  # a line far above would flatten the bars
-                axis.hlines(capacity / 2**20, place - 0.45, place + 0.45, color="#757575", linestyle="dashed")
+                axis.hlines(capacity / 2**20, place - 0.45, place + 0.45, color=grey, linestyle="dashed")
         labels = [f"{height:.1f}" for height in bottom]
         axis.bar_label(axis.containers[-1], labels, padding=2)
         axis.margins(y=0.1)

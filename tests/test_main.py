@@ -273,3 +273,25 @@ def test_a_value_that_the_module_reads_is_given_as_its_error_says(tmp_path, caps
         assert "(--scalar)" in said(capsys, *sized)
         assert main([*sized, "--scalar", "8"]) == 0
         capsys.readouterr()
+
+
+def test_estimate_compares_kinds_and_applies_savings(nets, capsys):
+    flags = ["estimate", "--problem", nets("small")]
+    assert main([*flags, "--device-kind", "t4,a100"]) == 0
+    table = capsys.readouterr().out
+    assert "largest micro-batch" in table
+    assert "t4" in table
+    assert main([*flags, "--device-kind", "t4,a100", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["t4", "a100"]
+    assert main([*flags, "--savings", "offload_activations", "--json"]) == 0
+    capsys.readouterr()
+    assert "expected functions of balanced_parallel.savings" in said(
+        capsys, *flags, "--savings", "x"
+    )
+
+
+def test_fit_prints_the_rows_of_a_micro_batch(nets, capsys):
+    flags = ["fit", "--problem", nets("small"), "--device-kind", "cpu", "--batch-size", "64"]
+    assert main([*flags, "--memory", "1GiB"]) == 0
+    assert capsys.readouterr().out.startswith("micro_batch_size=64, in 1 micro-batch(es)")
+    assert "has no capacity, expected --memory" in said(capsys, *flags)

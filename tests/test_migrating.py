@@ -186,7 +186,7 @@ def test_the_difference_of_the_page_keeps_loss_accuracy_and_gradients():
 def test_the_loop_of_a_step_trains_as_the_loop_with_accumulation():
     """The old loop is exact for micro-batches with the same number of targets."""
     page, weights, losses = "docs/recipes/own_loop.md", [], []
-    (difference,), (program, _) = blocks(page, "diff"), blocks(page, "python")
+    (difference,), (program, *_) = blocks(page, "diff"), blocks(page, "python")
     for sign in "-+":
         torch.manual_seed(0)
         names = {"DEVICE": "cpu"}

@@ -5,12 +5,14 @@ The blocks of a page run in their order. Command lines are parsed, links lead to
 
 import ast
 import contextlib
+import copy
 import importlib
 import importlib.util
 import io
 import json
 import os
 import re
+import runpy
 import shlex
 import struct
 import subprocess
@@ -161,19 +163,30 @@ def test_programs_of_the_readme_and_the_tutorial_have_types_that_an_editor_knows
     assert not [place for place in places if not UNTYPED.search(place[0]) or "Any" not in place[1]]
 
 
+def kinds(cells):
+    """Returns what each cell shows: text that it printed, and the types of its last line."""
+    return [
+        [sorted(output.get("data", {"stdout": None})) for output in cell["outputs"]]
+        for cell in cells
+    ]
+
+
 @pytest.mark.slow
-def test_cells_of_the_notebook_run_as_one_program(tmp_path):
-    code = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
-    (tmp_path / "cells.py").write_text(
-        "\n".join([*code, "assert '<table' in report._repr_html_()"]), encoding="utf-8"
-    )
-    done = run_script(tmp_path / "cells.py", cwd=tmp_path, timeout=100)
-    assert done.returncode == 0, done.stderr[-1500:]
-    assert done.stdout.count("epoch") == 3
+def test_cells_of_the_notebook_run_and_show_what_is_stored():
+    with_outputs = runpy.run_path(ROOT / "docs" / "notebook.py")["with_outputs"]
+    cells = with_outputs({"cells": copy.deepcopy(CELLS)})["cells"]
+    shown = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert kinds(shown) == kinds(cell for cell in CELLS if cell["cell_type"] == "code")
 
 
-def test_the_notebook_is_saved_without_outputs():
-    assert not [cell["id"] for cell in CELLS if cell.get("outputs") or cell.get("execution_count")]
+def test_the_notebook_is_saved_with_the_outputs_of_one_run():
+    code = [cell for cell in CELLS if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert sum("<table" in "".join(each.get("data", {}).get("text/html", "")) for each in outputs)
+    printed = "".join("".join(each.get("text", "")) for each in outputs)
+    assert printed.count("epoch") == 3
+    assert "accuracy 0." in printed
     assert len({cell["id"] for cell in CELLS}) == len(CELLS)
 
 
@@ -375,12 +388,12 @@ def test_readme_has_the_error_of_predicted_memory():
     rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
     worst = {"layers": 0.0, "models": 0.0, "convolutions": 0.0}
     for _, program, *_, difference, _ in (row[1:-1] for row in rows if row[7:8] and "%" in row[-3]):
-        layers = r"cross entropy|MLP|LayerNorm|RMSNorm|head|20 linear|GPT-2|BERT"
+        layers = r"cross entropy|MLP|LayerNorm|RMSNorm|head|20 linear|GPT-2|BERT,"
         kind = "layers" if re.match(layers, program) else "models"
         kind = "convolutions" if "Net" in program or "VGG" in program else kind
         worst[kind] = max(worst[kind], abs(float(difference.rstrip("%"))))
-    assert worst["layers"] <= 0.2 < worst["models"] <= 5 < worst["convolutions"]
-    for said in ("[0.2 %]", "5 % for LoRA and ViT; convolutions are further off"):
+    assert worst["layers"] <= 0.2 < worst["models"] <= 7 < worst["convolutions"]
+    for said in ("[0.2 %]", "7 % for LoRA and ViT; convolutions are further off"):
         assert said in PAGES["README.md"]
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from helpers.questions import ANSWERS
 
 import balanced_parallel
 
 ROOT = Path(__file__).parents[1]
 CONTENTS = (ROOT / "docs" / "site" / "contents.md").read_text()
-NAVIGATION = {
-    caption: pages.split()
+NAVIGATION = {  # A page may have a label before it: Label <page>
+    caption: re.findall(r"^(?:.* <)?([\w/]+)>?$", pages, re.MULTILINE)
     for caption, pages in re.findall(r":caption: (\w+)\n:hidden:\n\n(.*?)```", CONTENTS, re.DOTALL)
 }
 PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "recipes").glob("*.md")]
@@ -29,6 +30,16 @@ def test_the_navigation_has_all_pages_but_internals_once():
     }
     names |= {"examples/README", "benchmarks/README", "CONTRIBUTING", "CHANGELOG"}
     assert sorted(page for pages in NAVIGATION.values() for page in pages) == sorted(names)
+
+
+def test_pages_have_the_words_of_their_questions_in_a_heading():
+    """A word of a heading counts more in the search. The browser's test asks for the order."""
+    assert len(ANSWERS) >= 20
+    for question, name in ANSWERS.items():
+        page = (ROOT / f"{name}.md").read_text()
+        headings = " ".join(re.findall(r"^#+ (.*)$", page, re.MULTILINE)).lower()
+        words = [word for word in question.lower().split() if word != "cuda"]
+        assert all(word in headings for word in words), (question, name)
 
 
 def test_recipes_of_the_navigation_are_those_of_their_folder():

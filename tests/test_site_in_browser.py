@@ -8,6 +8,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from helpers.questions import ANSWERS
 
 ROOT = Path(__file__).parents[1]
 WIDER = """
@@ -47,23 +48,29 @@ def browser():
         yield driver
 
 
-@pytest.mark.browser
-def test_the_search_finds_pages(site, browser):
+def found(site, browser, words):
+    """Returns the pages that the search finds, the best first."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.wait import WebDriverWait
 
-    pages = {
-        "Slurm": "Several hosts",
-        "ignore_index": "balanced_parallel.loss_weight",
-        "generate": "A transformers model in a loop of your own",
-    }
-    for words, page in pages.items():
-        browser.get(f"{site[1]}/search.html?q={words}")
-        WebDriverWait(browser, 20).until(
-            lambda driver: "found" in driver.find_element(By.CLASS_NAME, "search-summary").text
-        )
-        results = browser.find_elements(By.CSS_SELECTOR, "ul.search li a")
-        assert page in [result.text for result in results]
+    browser.get(f"{site[1]}/search.html?q={words.replace(' ', '+')}")
+    WebDriverWait(browser, 20).until(
+        lambda driver: "found" in driver.find_element(By.CLASS_NAME, "search-summary").text
+    )
+    results = browser.find_elements(By.CSS_SELECTOR, "ul.search li a")
+    return [result.get_attribute("href").removeprefix(f"{site[1]}/") for result in results]
+
+
+@pytest.mark.browser
+def test_the_search_puts_the_right_page_first(site, browser):
+    first = {words: found(site, browser, words)[0].partition(".html")[0] for words in ANSWERS}
+    assert first == ANSWERS
+
+
+@pytest.mark.browser
+def test_the_search_finds_names(site, browser):
+    pages = found(site, browser, "ignore_index")
+    assert any("reference/balanced_parallel.loss_weight.html" in page for page in pages)
 
 
 @pytest.mark.browser

@@ -25,7 +25,7 @@ from ..runtime.collectives import (
 )
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, visible_devices
 from ..runtime.torch_private import divides_by_counts, nodes_behind, profiled
-from ..runtime.values import check_type
+from ..runtime.values import check_type, naming_arguments
 from . import containers
 from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims, map_rows
 from .plan import RowNumbers, consecutive
@@ -357,6 +357,7 @@ def _narrow(entry: Nested, part: range, dims: Dims, size: int) -> Nested:
     )
 
 
+@naming_arguments
 def gather(
     outputs: Sequence[object],
     device: DeviceLike | None = None,

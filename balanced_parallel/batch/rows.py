@@ -181,6 +181,7 @@ class ByHand(NamedTuple):
     arguments: Arguments
     outputs: Callable[[], PerReplica | None]  # a weak reference
     noting: Noting | None
+    put_state: Callable[[], None] | None = None  # Puts back the state before it.
 
 
 class ParallelModel(nn.Module):
@@ -202,6 +203,8 @@ class ParallelModel(nn.Module):
     latest: Sequence[ByHand] = ()
     batch: "Callable[[], Batch | None] | None" = None  # A weak reference, if a step runs the model.
     _has_graph = False  # The graph of a forward was looked at.
+    # Kinds of forwards by hand whose outputs had no number.
+    _without_number: frozenset[tuple[object, ...]] = frozenset()
 
     if TYPE_CHECKING:  # nn.Module has Any
 
@@ -230,13 +233,19 @@ class ParallelModel(nn.Module):
         return self._by_hand(method, Arguments(inputs, kwargs))
 
     def _by_hand(self, method: str | None, arguments: Arguments) -> Any:
+        kind = method, len(arguments.inputs), *arguments.kwargs
+        may_have_loss = self.noting is None and kind not in self._without_number
+        put_state = self.copy_state() if may_have_loss and torch.is_grad_enabled() else None
         outputs = self._run_by_hand(method, arguments)
-        if isinstance(outputs, PerReplica) and outputs and has_number(outputs[0]):
+        is_split = isinstance(outputs, PerReplica) and bool(outputs)
+        if is_split and has_number(outputs[0]):
             outputs.made_by(self)
-            new = ByHand(method, arguments, weakref.ref(outputs), self.noting)
+            new = ByHand(method, arguments, weakref.ref(outputs), self.noting, put_state)
             # Two losses may be computed after two forwards.
             self.latest = *self.latest[-1:], new
-        elif self.latest:
+            return outputs
+        self._without_number |= {kind}
+        if self.latest:
             self.latest = ()
         return outputs
 
@@ -245,7 +254,9 @@ class ParallelModel(nn.Module):
         this.
         """
         latest = [*self.latest]
-        method, arguments, *_ = latest[number]
+        method, arguments, _, _, put_state = latest[number]
+        if put_state is not None:
+            put_state()
         outputs.become(self._run_by_hand(method, arguments))
         latest[number] = latest[number]._replace(noting=self.noting)
         self.latest = latest
@@ -275,6 +286,10 @@ class ParallelModel(nn.Module):
         for name in ("latest", "batch"):
             state.pop(name, None)
         return state
+
+    def copy_state(self) -> Callable[[], None]:
+        """Copies buffers and numbers of the module. Returns a function that puts them back."""
+        raise NotImplementedError
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
         """Runs rows on the first device of this process."""

@@ -7,19 +7,18 @@ cost for each rank.
 import math
 import reprlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from ..batch.plan import equal_rows
-from ..runtime import collectives
-from ..runtime.values import check_number, check_type, naming_arguments
+from ..runtime import collectives, values
 from .cuts import Combine, cut_by_cost, sorted_rows
 
 
-class RankBatchSampler(Sampler[list[int]]):
+class RankBatchSampler(values.SaysInstead, Sampler[list[int]]):
     """A batch sampler that yields this rank's rows of each effective batch, and can begin in the
     middle of an epoch.
 
@@ -76,7 +75,11 @@ class RankBatchSampler(Sampler[list[int]]):
         [[1, 1], [1]]
     """
 
-    @naming_arguments
+    instead: ClassVar[Mapping[str, str]] = {
+        "set_epoch": "leave it out, since advance() counts batches and epochs",
+    }
+
+    @values.naming_arguments
     def __init__(
         self,
         rows: Sized,
@@ -87,7 +90,7 @@ class RankBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        check_type("rows", rows, Sized, "a data set or a sampler with a length")
+        values.check_type("rows", rows, Sized, "a data set or a sampler with a length")
         self.sampler: Any = rows if _is_sampler(rows) else None
         for name, value in (
             ("batch_size", batch_size),
@@ -96,10 +99,12 @@ class RankBatchSampler(Sampler[list[int]]):
             ("ranks", ranks),
         ):
             if value is not None or name == "batch_size":
-                check_number(name, value, "an integer", whole=True)
+                values.check_number(name, value, "an integer", whole=True)
         if micro_batch_size is not None:
             expected = "a positive integer, the micro_batch_size of TrainStep, or None"
-            check_number("micro_batch_size", micro_batch_size, expected, at_least=1, whole=True)
+            values.check_number(
+                "micro_batch_size", micro_batch_size, expected, at_least=1, whole=True
+            )
         self.rows = len(rows)
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
@@ -258,7 +263,7 @@ class BalancedBatchSampler(RankBatchSampler):
         [7, 2, 4, 0, 5]
     """
 
-    @naming_arguments
+    @values.naming_arguments
     def __init__(
         self,
         costs: Sequence[float],
@@ -274,8 +279,8 @@ class BalancedBatchSampler(RankBatchSampler):
             raise TypeError(
                 f"costs is a {type(costs).__name__}, expected the cost of each row of the data set: give a sampler as sampler="
             )
-        check_type("sampler", sampler, Sampler | None, "a sampler of rows")
-        check_type("combine", combine, Callable | None, "a function")
+        values.check_type("sampler", sampler, Sampler | None, "a sampler of rows")
+        values.check_type("combine", combine, Callable | None, "a function")
         try:
             self.costs = [float(cost) for cost in costs]
             self.combine = combine

@@ -58,27 +58,6 @@ class Computed(NamedTuple):
 Computation = Callable[["BalancedTrainer", nn.Module, Inputs], Computed]
 
 
-class _Gathering:
-    """An accelerator that gathers from ranks with different numbers of rows, which TRL asks for."""
-
-    def __init__(self, accelerator: Any, *, counts: bool) -> None:
-        self._accelerator = accelerator
-        self._counts = counts
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the accelerator."""
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Returns the rows of all ranks, without repeated ones."""
-        rows = torch.atleast_1d(tensor)
-        sizes = gather_objects(len(rows) if self._counts else 0)
-        here = self._accelerator.process_index
-        return gather_rows(rows[: sizes[here]], sizes, 0) if any(sizes) else rows
-
-    gather_for_metrics = gather
-
-
 class RankTask(DistributedModel):
     """A :class:`Task` on each rank. TRL gathers metrics in its forward, and Trainer has seeded the
     ranks.
@@ -186,7 +165,6 @@ class BalancedTrainer(Trainer):
         self._work: Attempt | None = None  # A window in progress.
         self._last: Reduced | None = None  # The window before.
         self._evaluated: Any = None  # The loss of all batches of an evaluation.
-        self.current_gradient_accumulation_steps = 1
         self.data_collator: Callable[..., Any]
         self.accelerator: Any
         try:
@@ -194,7 +172,7 @@ class BalancedTrainer(Trainer):
         finally:
             if self._gpus is not None:
                 vars(self.args)["_n_gpu"] = self._gpus
-        args: Any = copy.copy(vars(self)["args"])
+        args: Any = copy.copy(self.__dict__["args"])
         self.args = args
         if self.is_model_parallel and device_ids is not None:
             raise ValueError(
@@ -267,32 +245,37 @@ class BalancedTrainer(Trainer):
     @contextmanager
     def _having(self, **attributes: object) -> Iterator[None]:
         """Gives the trainer other attributes in the block."""
-        before = {name: vars(self)[name] for name in attributes if name in vars(self)}
-        vars(self).update(attributes)
+        before = {name: self.__dict__[name] for name in attributes if name in self.__dict__}
+        self.__dict__.update(attributes)
         try:
             yield
         finally:
             for name in attributes:
-                del vars(self)[name]
-            vars(self).update(before)
+                del self.__dict__[name]
+            self.__dict__.update(before)
 
     def _gathering(self, *, counts: bool) -> Any:
-        """Returns an accelerator for ranks, which have no other replica, and may lack rows."""
+        """Returns an accelerator that gathers from ranks with different numbers of rows, which TRL
+        asks for. Rows that are repeated are left out.
+        """
         accelerator = self.accelerator
-        return _Gathering(accelerator, counts=counts) if self.args.world_size > 1 else accelerator
+        if self.args.world_size == 1:
+            return accelerator
+
+        def gather(tensor: Tensor) -> Tensor:
+            rows = torch.atleast_1d(tensor)
+            sizes = gather_objects(len(rows) if counts else 0)
+            here = accelerator.process_index
+            return gather_rows(rows[: sizes[here]], sizes, 0) if any(sizes) else rows
+
+        gathering = copy.copy(accelerator)
+        vars(gathering).update(gather=gather, gather_for_metrics=gather)
+        return gathering
 
     @property
     def _is_split(self) -> bool:
         steps = self.args.gradient_accumulation_steps if self.model.training else 1
         return bool(len(self.devices) * self.args.world_size * steps > 1)
-
-    def _modules(self) -> dict[str, nn.Module]:
-        """Returns the modules of this trainer, such as the model, one of reference, and a loss."""
-        return {
-            name: module
-            for name, module in vars(self).items()
-            if isinstance(module, nn.Module) and name != "model_wrapped"
-        }
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: object = None
@@ -303,11 +286,13 @@ class BalancedTrainer(Trainer):
             self.model_wrapped: nn.Module = self._forwards.model
             if not (over_ranks and isinstance(self.model_wrapped, DataParallelModel)):
                 return self.model_wrapped
-        modules = self._modules()
-        if len(self.devices) > 1:
-            for name, module in modules.items():
-                modules[name] = self.accelerator.unwrap_model(module, keep_fp32_wrapper=False)
-        else:  # It may be compiled.
+        # The model, one of reference, and a loss.
+        modules = {
+            name: module
+            for name, module in self.__dict__.items()
+            if isinstance(module, nn.Module) and name != "model_wrapped"
+        }
+        if len(self.devices) == 1:  # It may be compiled.
             modules["model"] = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         task = Task(self, modules)
         wrapped: RankTask | DataParallelModel = (
@@ -359,10 +344,7 @@ class BalancedTrainer(Trainer):
     def _apart(self) -> "BalancedTrainer":
         """Returns a copy with containers of its own, so that metrics of a forward are lost with it."""
         trainer = copy.copy(self)
-        trainer.__dict__.update(
-            {name: _copy_containers(value) for name, value in vars(self).items()}
-        )
-        trainer.__dict__["compute_loss"] = trainer._counted_loss
+        trainer.__dict__.update(_copy_containers(self.__dict__), compute_loss=trainer._counted_loss)
         return trainer
 
     def _arguments(self, compute: Computation, inputs: Inputs, *, counts: bool) -> tuple[Any, ...]:
@@ -489,9 +471,12 @@ class BalancedTrainer(Trainer):
         self, model: nn.Module, rows: Inputs, return_outputs: bool = False, **_: object
     ) -> Any:
         """Calls ``compute_loss`` of the class, and tells it the number of labels in its rows."""
-        count = self._count_items(rows)
         return type(self).compute_loss(
-            self, model, rows, return_outputs=return_outputs, num_items_in_batch=count
+            self,
+            model,
+            rows,
+            return_outputs=return_outputs,
+            num_items_in_batch=self._count_items(rows),
         )
 
     def evaluation_loop(self, *arguments: object, **settings: object) -> Any:
@@ -563,14 +548,14 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> C
 
 def _loss_of_parts(parts: Sequence[Any], otherwise: Tensor) -> Tensor:
     """Returns the loss of some shards. ``otherwise`` is that of rows that do not count."""
-    totals: dict[Any, Tensor] = {}
-    parts = [part for part in parts if part.tensors]
-    if not parts:
+    counted = [part for part in parts if part.tensors]
+    if not counted:
         return otherwise
-    for part in parts:
-        for place, tensor in part.tensors.items():
-            totals[place] = totals.get(place, 0.0) + tensor.to(otherwise.device)
-    loss: Tensor = parts[0].structure.compute([*totals.values()], ())
+    totals = [
+        sum(part.tensors[place].to(otherwise.device) for part in counted)
+        for place in counted[0].tensors
+    ]
+    loss: Tensor = counted[0].structure.compute(totals, ())
     return loss
 
 
@@ -596,7 +581,7 @@ def _count(inputs: object) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _copy_containers(value: object) -> object:
+def _copy_containers(value: object) -> Any:
     """Returns a copy of nested mappings, and of lists and sets in them."""
     if isinstance(value, dict):
         new = copy.copy(value)

@@ -23,6 +23,7 @@ from ..runtime.collectives import OnCollective, gather_objects, world_size
 from ..runtime.devices import pin
 from ..runtime.torch_private import is_differentiable, profiled
 from ..runtime.values import Precision
+from .rules import instead_of
 from .sums import zero_of
 
 Criterion = nn.Module | Callable[..., Tensor]
@@ -98,7 +99,6 @@ class Checks:
     def __init__(self) -> None:
         self._calls = 0
         self._forms: set[Hashable] = set()
-        self._largest: dict[Hashable, float] = {}
 
     def are_due(self, form: Hashable) -> bool:
         """Counts a call. Returns True if statistics of this form are to be compared."""
@@ -106,11 +106,6 @@ class Checks:
         is_new = form not in self._forms
         self._forms.add(form)
         return is_new or not self._calls & (self._calls - 1)
-
-    def largest(self, form: Hashable, value: float) -> float:
-        """Returns the largest value of a statistic so far."""
-        self._largest[form] = max(self._largest.get(form, 0.0), value)
-        return self._largest[form]
 
 
 class ShardLoss(NamedTuple):
@@ -337,6 +332,11 @@ def _call(
                     f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved to "
                     f"{device}: pass a tensor of all rows as a target, another as a buffer of a module or by functools.partial"
                 )
+            raise
+        except TypeError as error:
+            if "must be Tensor, not" in str(error):  # A loss of torch was given all outputs.
+                kind = type(output).__name__
+                error.add_note(f"the output of the model is a {kind}: {instead_of(output)}")
             raise
 
 

@@ -153,6 +153,7 @@ class Statistic(NamedTuple):
     is_bounded: bool = False  # A quotient has a lower bound of the count.
     learns: bool = True  # It has a gradient, or nothing tells.
     order: str = ""  # The number among the sums that Python has compared.
+    per_row: float | None = None  # Elements of a row, of a count that follows from sizes.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,6 +167,7 @@ class Formula:
         forms: those of the entries of the result.
         outside: parameters that the criterion does not have itself, by their places.
         logged: the entries that are values to log.
+        lengths: the elements of a row in each tensor of the shard, None without rows.
     """
 
     result: Any
@@ -175,6 +177,7 @@ class Formula:
     forms: dict[str, Form]
     outside: dict[int, Tensor]
     logged: set[str]
+    lengths: Sequence[float | None]
 
     def __getstate__(self) -> dict[str, object]:
         """Returns what another rank gets: parameters outside of the criterion stay on this one."""
@@ -380,6 +383,9 @@ class SumNotes(TorchFunctionMode):
         self._has_graph = True
         self._knows_numbers = True  # No value of the batch is a Python number.
         self._held: list[Tensor] = []  # The storages identify counts.
+        self._rows: int | None = None
+        self._has_entries = False  # Values of the batch are lists with an entry for each row.
+        self._shapes: list[torch.Size] = []  # The shapes of the values of the batch.
         self._facts = _FactsByTensor()
 
     def __enter__(self) -> Self:
@@ -389,7 +395,10 @@ class SumNotes(TorchFunctionMode):
 
     def of_batch(self, values: object, rows: int | None) -> Self:
         """Tells the values of a batch, whose lists may have an entry for each of the rows."""
-        self._knows_numbers &= not _has_entries(values, rows)
+        self._rows = rows
+        self._has_entries = self._has_entries or _has_entries(values, rows)
+        self._knows_numbers &= not self._has_entries
+        self._shapes += [tensor.shape for tensor in containers.tensors_in(values)]
         return self
 
     def of_targets(self, targets: object) -> Self:
@@ -507,8 +516,18 @@ class SumNotes(TorchFunctionMode):
             tensors = tensors[:1]
         levels = {self._of(tensor).level for tensor in tensors}
         level = _OF_BOTH if {_OF_SUMS, _OF_ROWS} <= levels else max(levels, default=_OF_NOTHING)
+        if level == _OF_BOTH and func is torch.autograd.grad and self._is_of_rows(tensors):
+            level = _OF_ROWS
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
         return FunctionCall(name, values, kwargs, tensors, level, writes)
+
+    def _is_of_rows(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns True for arguments of a gradient of sums that are not divided, at rows, as forces
+        are: a row has the same one beside others.
+        """
+        facts: list[Facts] = [self._facts.get(each, _UNKNOWN) for each in tensors]
+        kinds = {each.form.kind for each in facts if each.level == _OF_SUMS}
+        return kinds == {"sum"} and not any(isinstance(each, nn.Parameter) for each in tensors)
 
     @property
     def _is_inside(self) -> bool:
@@ -736,6 +755,8 @@ class SumNotes(TorchFunctionMode):
             self._sum("sum", widen(result), result, is_target=is_target)
             return
         count: Any = rows.numel()
+        if self._of(rows).is_selected:
+            count = torch.tensor(count)  # It does not follow from sizes.
         total = rows.nansum() if name == "nanmean" else rows.sum(dtype=widen(result).dtype)
         if name == "nanmean":
             count = rows.isnan().logical_not().sum()
@@ -748,12 +769,15 @@ class SumNotes(TorchFunctionMode):
         name = function.__name__
         result: Tensor
         if mean is not None:
-            total, count = mean
+            total, divisor = mean
             # The recomputation of a checkpoint has the loss alone.
             hooks = saved_tensors_hooks(_as_it_is, _as_it_is) if in_checkpoint() else None
             with hooks or contextlib.nullcontext():
-                result = total / count
+                result = total / divisor
             key = self._key(function, arguments)
+            is_counted = RULES[function] is RULES[F.cross_entropy] or "weight" in arguments
+            # Other divisors follow from sizes.
+            count = divisor.item() if divisor.is_cpu and not is_counted else divisor
             self._quotient(name, self._add(name, total), count, key, result, is_target=False)
             return result
         result = function(**arguments)
@@ -795,16 +819,7 @@ class SumNotes(TorchFunctionMode):
         logged = values_to_log(result)
         beside = {id(leaf) for name, leaf in containers.leaves(result) if name in logged}
 
-        def place(leaf: object) -> object:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            facts = self._of(leaf)
-            # A constant to log may be the number of rows of a shard.
-            is_fixed = facts.number is None and id(leaf) in beside
-            is_known = leaf.numel() == 1 and facts.level <= _OF_SUMS and not is_fixed
-            return self._place(leaf) if is_known else Unknown()
-
-        structure = containers.map_leaves(place, result)
+        structure = containers.map_leaves(lambda leaf: self._entry(leaf, beside), result)
         entries = dict(containers.leaves(structure))
         places = places_behind(entries.values(), self._operations)
         if self._has_shards and places & (self._outside.keys() - self._of_model):
@@ -822,8 +837,19 @@ class SumNotes(TorchFunctionMode):
             {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
             logged,
+            [] if self._has_entries else lengths_of(self._shapes, self._rows or 0),
         )
         return formula, statistics
+
+    def _entry(self, leaf: object, beside: set[int]) -> object:
+        """Returns the place of an entry of the result, or Unknown. ``beside`` are values to log."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        facts = self._of(leaf)
+        # A constant to log may be the number of rows of a shard.
+        is_fixed = facts.number is None and id(leaf) in beside
+        is_known = leaf.numel() == 1 and facts.level <= _OF_SUMS and not is_fixed
+        return self._place(leaf) if is_known else Unknown()
 
     def _described(self, statistic: Statistic) -> Statistic:
         """Returns a statistic without its value, with its order if Python has compared it."""
@@ -835,7 +861,9 @@ class SumNotes(TorchFunctionMode):
                 if each.number in self._compared and each.number <= statistic.number
             ]
             order = f" {len(before)}"
-        return statistic._replace(value=None, order=order)
+        count = statistic.value
+        per_row = count / self._rows if isinstance(count, (int, float)) and self._rows else None
+        return statistic._replace(value=None, order=order, per_row=per_row)
 
     def sums(self) -> list[Tensor]:
         """Returns the sums that are tensors."""
@@ -865,6 +893,11 @@ class SumNotes(TorchFunctionMode):
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def lengths_of(shapes: Iterable[torch.Size], rows: int) -> list[float | None]:
+    """Returns the elements of a row in each tensor of these shapes, None without rows."""
+    return [shape.numel() / rows if rows and rows in shape else None for shape in shapes]
 
 
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:

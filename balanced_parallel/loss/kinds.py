@@ -29,13 +29,12 @@ from ..batch.marks import parameters_of
 from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, ParallelModel, move_leaves, spread
 from ..runtime.collectives import gather_objects, world_size
-from ..runtime.torch_private import is_compiled, is_compiled_function
-from ..runtime.values import check_number
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .entries import add_means
+from .formula import lengths_of
 from .inside import ForwardNotes, note_again
-from .means import LossOfMeans, note_sums, single_mean
+from .means import LossOfMeans, SumName, note_sums, single_mean
 from .rules import (
     counts_classes,
     find_torch_loss,
@@ -47,7 +46,6 @@ from .rules import (
     unwrap,
 )
 from .sums import (
-    MINIMUM,
     Bound,
     LossSum,
     Weight,
@@ -62,11 +60,11 @@ from .sums import (
     weighted_sum,
     widen,
 )
+from .validation import check_settings, refuse_uncounted
 
 Divisor = (
     Callable[..., object] | str | Mapping[Any, Callable[..., object]] | Sequence[Callable[..., Any]]
 )
-SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 _HOST = torch.device("cpu")
 _LEARNED = (
     "weight= returned a tensor with a gradient, expected a divisor without one: leave weight= out for a criterion that is a "
@@ -309,10 +307,13 @@ class KnownMean(_Mean):
             shard = shard._replace(
                 kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"}
             )
+        terms = None if self.settings.class_loss else _sizes_of(shard, weight)
         # a sum overflows
         if torch.float16 in [getattr(leaf, "dtype", None) for leaf in spread(shard.output)]:
-            return LossSum(widen(shard.call(_reducing(shard.criterion, "none"))).sum(), weight)
-        return LossSum(check_loss(shard.call(_reducing(shard.criterion, "sum"))), weight)
+            total = widen(shard.call(_reducing(shard.criterion, "none"))).sum()
+        else:
+            total = check_loss(shard.call(_reducing(shard.criterion, "sum")))
+        return LossSum(total, weight, terms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,6 +379,8 @@ class WeighedMean(_Mean):
         minimum = self.settings.minimum
         bounds = bounds_of(minimum, weights)
         is_skipped = weights == 0 == minimum and not shard.collectives.sums_rows
+        if is_skipped and shard.rows:
+            refuse_uncounted(shard)
         if not shard.rows or is_skipped:
             # The criterion would return nan or raise an error.
             nothing = shard.nothing()
@@ -396,6 +399,15 @@ class WeighedMean(_Mean):
         numbers = iter(flat_weights(weighed))
         weights: list[object] = map_weights(lambda _: next(numbers), weighed)
         return weights
+
+
+def _sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:
+    """Returns a name for the sum of a shard, which tells its elements a row if that is its weight."""
+    name = str(getattr(find_torch_loss(shard.criterion), "__name__", "a loss"))
+    is_size = isinstance(weight, Tensor) and weight.is_cpu and not weight.is_floating_point()
+    shapes = [each.shape for each in containers.tensors_in((shard.output, shard.targets))]
+    sizes = int(weight) / shard.rows if is_size else None, lengths_of(shapes, shard.rows)
+    return {SumName(0, "count", name, name, *sizes): None}
 
 
 def _divide_by(divisors: Sequence[float]) -> Callable[[LossSum | None], LossSum | None]:
@@ -487,7 +499,7 @@ def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, min
     Raises ``TypeError`` or ``ValueError`` for settings that are invalid, or contradict the
     reduction of a loss of torch.
     """
-    _check_settings(criterion, weight, reduction, minimum, whole=whole)
+    check_settings(criterion, weight, reduction, minimum, whole=whole)
     if whole:
         return Coupled(WholeLoss)
     if isinstance(criterion, AdditiveLoss):
@@ -560,79 +572,3 @@ def _weighted(means: Any, weights: Any, bounds: Iterator[Bound], place: str) -> 
     return container.rebuild(
         [_weighted(mean, weight, bounds, place + where) for mean, weight, where in pairs]
     )
-
-
-def _check_settings(
-    criterion: Any, weight: Any, reduction: str | None, minimum: object, *, whole: bool
-) -> None:
-    if isinstance(criterion, type) or not callable(criterion):
-        more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
-        raise TypeError(
-            f"the criterion is {containers.describe(criterion)}, expected a module or a function{more}"
-        )
-    _check_divisor(weight, minimum)
-    _check_reduction(criterion, reduction)
-    name = (
-        "whole=True"
-        if whole
-        else "an AdditiveLoss"
-        if isinstance(criterion, AdditiveLoss)
-        else None
-    )
-    if name is not None:
-        _refuse_divisor(
-            name, {"weight": weight, "reduction": reduction, "minimum": minimum or None}
-        )
-    if not isinstance(whole, bool):
-        raise ValueError(f"whole={whole!r}, expected True or False")
-    is_described = weight is not None or reduction in ("sum", "none") or whole
-    if not is_described and (
-        is_compiled if isinstance(criterion, nn.Module) else is_compiled_function
-    )(criterion):
-        raise TypeError(
-            f"the criterion is compiled ({containers.describe(criterion)}), and the terms and the divisor of a compiled loss "
-            "are unknown: pass it without torch.compile (the model may be compiled), or give weight=, a function (output, "
-            "*targets) -> scalar that returns the divisor of its mean, or reduction='sum'"
-        )
-
-
-def _refuse_divisor(name: str, settings: dict[str, Any]) -> None:
-    for setting, value in settings.items():
-        if value is not None:
-            raise ValueError(
-                f"{setting}={value!r} was given with {name}, expected neither weight, reduction nor minimum: the loss "
-                "is computed once for all rows, so there is nothing to divide"
-            )
-
-
-def _check_divisor(weight: Any, minimum: Any) -> None:
-    functions = (
-        [weight]
-        if not is_structure(weight)
-        else weight.values()
-        if isinstance(weight, Mapping)
-        else weight
-    )
-    if weight not in (None, "rows") and not (functions and all(map(callable, functions))):
-        raise ValueError(
-            f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "
-            "a list with a function (*targets) -> scalar for each"
-        )
-    map_weights(lambda number: check_number("minimum", number, MINIMUM, at_least=0), minimum)
-    if is_structure(minimum) and weight in (None, "rows"):
-        raise ValueError(
-            f"minimum={minimum!r} was given with weight={weight!r}, expected a weight= that has a divisor for each"
-        )
-
-
-def _check_reduction(criterion: object, reduction: str | None) -> None:
-    if reduction not in (None, "sum", "mean", "none"):
-        raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
-    if (
-        reduction is not None
-        and find_torch_loss(criterion) is not None
-        and reduction_of(criterion) != reduction
-    ):
-        raise ValueError(
-            f"reduction={reduction!r} was given for a loss with reduction={reduction_of(criterion)!r}: set it in its constructor"
-        )

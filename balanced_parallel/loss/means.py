@@ -11,6 +11,7 @@ criterion, so that of other rows has to be the same.
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -48,13 +49,19 @@ class ChangedLossError(UnknownMeanError):
     """A criterion was a linear combination of sums over one count, and is another function now."""
 
 
-class SumName(NamedTuple):
-    """The name of a statistic, equal in all shards."""
+@dataclasses.dataclass(frozen=True)
+class SumName:
+    """The name of a statistic, equal in all shards.
+
+    ``per_row`` and ``lengths`` are those of :class:`Statistic` and :class:`Formula`.
+    """
 
     number: int
     role: str  # "total" or "count"
     kind: str  # the function that computes it
     text: str  # the losses
+    per_row: float | None = dataclasses.field(default=None, compare=False)
+    lengths: Sequence[float | None] = dataclasses.field(default=(), compare=False)
 
 
 class Noted(NamedTuple):
@@ -69,11 +76,12 @@ class Noted(NamedTuple):
         entries = self.formula.entries.items()
         numbers = [place for place, leaf in entries if isinstance(leaf, (int, float))]
         text = self.formula.text_of(self.formula.losses + numbers * with_numbers)
-        roles = ("total" if each.key is None else "count" for each in self.statistics)
-        return [
-            SumName(number, role, each.kind, text)
-            for number, (role, each) in enumerate(zip(roles, self.statistics, strict=True))
-        ]
+        names = []
+        for number, each in enumerate(self.formula.inputs):
+            role = "total" if each.key is None else "count"
+            sizes = each.per_row, self.formula.lengths
+            names.append(SumName(number, role, each.kind, text, *sizes))
+        return names
 
     def tensors(self, device: torch.device) -> list[Tensor]:
         """Returns the sums as tensors on a device."""
@@ -107,7 +115,13 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
         return Noted(result, *notes.formula(result))
     unknown = [place for place in unknown if place in formula.losses]
     if unknown:
-        _refuse_unknown(criterion, unknown[0], has_unknown_count=notes.has_unknown_count)
+        has_scalars = any(not tensor.dim() for tensor in containers.tensors_in(targets))
+        _refuse_unknown(
+            criterion,
+            unknown[0],
+            has_unknown_count=notes.has_unknown_count,
+            has_scalars=has_scalars,
+        )
     return Noted(result, formula, statistics)
 
 
@@ -116,8 +130,8 @@ def _refuse_parameters(output: object) -> None:
     for place, leaf in containers.leaves(output, "output"):
         if isinstance(leaf, nn.Parameter) and leaf.dim():
             raise ValueError(
-                f"{place} is a parameter of the model of shape {tuple(leaf.shape)}, which has no rows, expected a value for each row, "
-                "as parameter.expand(len(inputs), -1), or a criterion that has the parameter itself"
+                f"{place} is a parameter of the model of shape {tuple(leaf.shape)}, which has no rows, expected a value for each "
+                "row, as parameter.expand(len(inputs), -1), or a criterion that has the parameter itself"
             )
 
 
@@ -164,15 +178,19 @@ def _values_of(noted: Noted, sums: Sequence[Tensor]) -> LoggedMeans:
 
 
 def _sum_of(noted: Noted, mean: Form, sums: Sequence[Tensor], shard: ShardLoss) -> LossSum:
-    """Returns the sum of the losses, and its weight. No count is zero in it."""
+    """Returns the sum of the losses, and its weight.
+
+    A count of zero is a very small one in it, a power of two: the sum over it may be another than
+    zero, as that of all anchors over the number of positives.
+    """
     formula = noted.formula
     count: Any = 0.0
     factor: Any = 1.0
     values = []
     for each, value in zip(noted.statistics, sums, strict=True):
         if mean.kind == "mean" and each.key == mean.key:
-            count = factor = each.value
-            value = torch.where(value != 0, value, 1)
+            count = each.value
+            value = factor = torch.where(value != 0, value, _SMALL)
             if mean.least:
                 value = factor = value.clamp(min=mean.least)
         values.append(value)
@@ -200,7 +218,9 @@ def _refuse_totals(result: object, formula: Formula) -> None:
             places[each.number] = place
 
 
-def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = False) -> NoReturn:
+def _refuse_unknown(
+    criterion: object, place: str, *, has_unknown_count: bool = False, has_scalars: bool = False
+) -> NoReturn:
     refuse_coupled(criterion)
     if has_unknown_count:
         raise UnknownMeanError(
@@ -214,6 +234,8 @@ def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = 
         if setting == "mean"
         else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
     )
+    if has_scalars:
+        note += "; a target that is a scalar tensor may differ between shards: pass a number, as float(scale), or a buffer"
     raise UnknownMeanError(
         f"the loss{place} of {containers.describe(criterion)} is not a function of sums over the rows, so that of several shards "
         "of a batch is unknown",
@@ -306,7 +328,7 @@ class LossOfMeans(LossOfSums):
             losses = [dataclasses.replace(loss, weight=0.0) for loss in losses]
         return losses
 
-    def _learns(self, place: Any) -> bool:
+    def _learns(self, place: SumName) -> bool:
         """Returns True for the sums of losses that have a gradient."""
         is_of_loss: bool = self._is_of_loss[place.number]
         return is_of_loss
@@ -336,7 +358,11 @@ class LossOfMeans(LossOfSums):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         self._is_by_hand = True
-        result = super().value(calls)
+        return super().value(calls)
+
+    def finish(self, nothing: Tensor) -> Any:
+        """Returns the loss of all statistics, as in :class:`LossOfSums`."""
+        result = super().finish(nothing)
         for place, leaf in containers.leaves(result):
             if isinstance(leaf, Unknown):
                 _refuse_unknown(self.copies.criterion, place)
@@ -394,31 +420,36 @@ class LossOfMeans(LossOfSums):
         """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
         computed there.
         """
+        run = functools.partial(self._run_rows, model, sample, layers=False)
         try:
-            with evaluating(model.module, layers=False):
-                *parts, whole = self._run_rows(model, sample)
+            *parts, whole = run()
         except torch.OutOfMemoryError:
             raise
         except Exception:  # noqa: BLE001 - detectors have no loss in evaluation mode
+            run = functools.partial(self._run_rows, model, sample, layers=True)
             try:
-                with evaluating(model.module, layers=True):
-                    *parts, whole = self._run_rows(model, sample)
+                *parts, whole = run()
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - it may raise anything
                 self._refuse(f"a row alone raises {type(error).__name__}: {error}", error)
-        self.compare_sums([whole[0], *(part[0] for part in parts)], whole[1] // 2)
+        sums = [whole[0], *(part[0] for part in parts)]
+        self.compare_sums(sums, lambda: [run()[-1][0]], whole[1] // 2)
 
     def _run_rows(
-        self, model: ParallelModel, sample: RowsOfForward
+        self, model: ParallelModel, sample: RowsOfForward, *, layers: bool
     ) -> list[tuple[dict[Any, Tensor], int]]:
-        """Returns the sums of rows of a forward, with the number of these."""
+        """Returns the sums of rows of a forward, with the number of these.
+
+        The model is in evaluation mode, or its ``layers`` alone.
+        """
         parts = []
-        for outputs, targets in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
-            rows = outputs.sizes[0] or 0
-            shard = Shard(NOTHING, targets, None, rows, self.home)
-            (part,) = Calls(self.copies, outputs, [shard]).run(self._statistics)
-            parts.append((part.tensors, rows))
+        with evaluating(model.module, layers=layers):
+            for outputs, targets in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
+                rows = outputs.sizes[0] or 0
+                shard = Shard(NOTHING, targets, None, rows, self.home)
+                (part,) = Calls(self.copies, outputs, [shard]).run(self._statistics)
+                parts.append((part.tensors, rows))
         return parts
 
     def _kind(self, place: Any) -> Hashable:
@@ -430,9 +461,7 @@ class LossOfMeans(LossOfSums):
 
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
         for part in parts:
-            if [*part] != [*parts[0]]:
-                first, other = (next(iter(each)).text if each else "" for each in (parts[0], part))
-                refuse_formulas(first, other)
+            compare_names([*parts[0]], [*part])
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         refuse_coupled(self.copies.criterion)
@@ -445,19 +474,49 @@ class LossOfMeans(LossOfSums):
         ) from cause
 
 
-def refuse_formulas(first: str, other: str) -> NoReturn:
-    """Raises an error for a criterion that computes other formulas for other rows."""
-    raise UnknownMeanError(
-        f"the criterion computes {first} for some rows, and {other} for others", f"; {_ALWAYS}"
-    )
+def digest_names(names: Sequence[SumName]) -> list[float]:
+    """Returns 1, a number of 20 bits for the names of the sums of a shard, and its square.
+
+    Ranks whose sums are equal have one number.
+    """
+    facts = names[0].text, *[each.lengths and each.per_row for each in names]
+    number = zlib.crc32(repr(facts).encode()) % 2**20
+    return [1.0, float(number), float(number * number)]
 
 
-_ALWAYS = "expected the same means times the same numbers for all rows: compute each always, log no number of rows, or give weight="
+def compare_names(first: Sequence[SumName], other: Sequence[SumName]) -> None:
+    """Raises ``UnknownMeanError`` for a criterion that computes other formulas for other rows, or a
+    mean over other numbers of elements for each row.
+    """
+    if first != other:
+        texts = [names[0].text if names else "" for names in (first, other)]
+        raise UnknownMeanError(
+            f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others",
+            f"; {_ALWAYS}",
+        )
+    for name, match in zip(first, other, strict=True):
+        pairs = zip(name.lengths, match.lengths, strict=False)
+        are_longer = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+        counts = name.per_row, match.per_row
+        if are_longer and None not in counts and counts[0] != counts[1]:
+            raise UnknownMeanError(
+                f"the criterion computes {name.kind} over {name.per_row:g} elements for each of some rows, and over "
+                f"{match.per_row:g} for each of others, as if each shard pads to its own longest row",
+                f", expected the same for all rows: write {_MASKED}",
+            )
+
+
+_MASKED = "(errors * mask).sum() / mask.sum()"
+_ALWAYS = (
+    "expected the same means times the same numbers for all rows: compute each always, log no number of rows, or give "
+    "weight="
+)
 _COUNTS = (
     ", expected a number that follows from the sizes of the rows, as len(errors) does: for a count of some rows, divide by a "
     "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
     "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, multiply by 1 / constant"
 )
+_SMALL = 2.0**-63  # A sum of 1e19 in float32 can be divided by it.
 _DEPENDENT_IN_MODEL = (
     ". The rows depend on each other, or the model draws random numbers for all of them: return what the loss needs, such as the "
     "embeddings, and compute it in a criterion, with whole=True for a loss of all rows"
@@ -465,5 +524,5 @@ _DEPENDENT_IN_MODEL = (
 _DEPENDENT = (
     ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "
     "AdditiveLoss(statistics, finish) for tensors of sums; weight=, a function (output, *targets) -> scalar, for a mean; "
-    "weight='rows' for a mean over rows; or, if each shard pads to its own longest row, write (errors * mask).sum() / mask.sum()"
+    f"weight='rows' for a mean over rows; or, if each shard pads to its own longest row, write {_MASKED}"
 )

@@ -12,7 +12,7 @@ class TverskyLoss(AdditiveLoss):
     r"""One minus the Tversky index of predictions and targets, over all rows, in the mean over
     classes.
 
-    The index of a class is :math:`\frac{TP + s}{TP + \alpha FP + \beta FN + s}`, with sums of
+    The index of a class is ``(TP + s) / (TP + alpha FP + beta FN + s)``, with sums of
     probabilities as counts of true positives, false positives and false negatives (Salehi et al.,
     2017, arXiv:1706.05721).
 
@@ -83,7 +83,7 @@ class TverskyLoss(AdditiveLoss):
 
 
 class DiceLoss(TverskyLoss):
-    r"""One minus the Dice coefficient :math:`\frac{2 TP + s}{2 TP + FP + FN + s}` over all rows, in
+    r"""One minus the Dice coefficient ``(2 TP + s) / (2 TP + FP + FN + s)`` over all rows, in
     the mean over classes.
 
     Inputs and settings are those of :class:`TverskyLoss` (Drozdzal et al., 2016, arXiv:1608.04117).
@@ -101,7 +101,7 @@ class DiceLoss(TverskyLoss):
 
 
 class JaccardLoss(TverskyLoss):
-    r"""One minus the Jaccard index (IoU) :math:`\frac{TP + s}{TP + FP + FN + s}` over all rows, in
+    r"""One minus the Jaccard index (IoU) ``(TP + s) / (TP + FP + FN + s)`` over all rows, in
     the mean over classes.
 
     Inputs and settings are those of :class:`TverskyLoss`.

@@ -220,7 +220,7 @@ def arguments_of(
         ) from None
 
 
-def _as_tensor(value: object) -> str:
+def instead_of(value: object) -> str:
     """Returns what to write in place of a value that is no tensor."""
     if isinstance(value, Mapping) and value:
         entry = next(iter(value))
@@ -235,7 +235,7 @@ def divisor(rule: Rule, criterion: Any, arguments: dict[str, object]) -> Tensor:
     for name in ("input", "target"):
         if name in arguments and not isinstance(arguments[name], Tensor):
             kind = type(arguments[name]).__name__
-            advice = _as_tensor(arguments[name])
+            advice = instead_of(arguments[name])
             raise TypeError(
                 f"the {name} of {_name(criterion)} is a {kind}, expected a tensor: {advice}"
             )

@@ -20,7 +20,7 @@ from ..batch import containers
 from ..batch.containers import Leaf
 from ..runtime.collectives import explain_unwatched, mark_loss, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, widest_float
-from ..runtime.values import check_number, check_type
+from ..runtime.values import check_number, check_type, naming_arguments
 
 Weight = Tensor | float
 MINIMUM = "the smallest divisor of the mean: finite, and not negative"  # Part of an error.
@@ -52,6 +52,7 @@ class Bound(NamedTuple):
         return torch.where(divisor % 1 == 0, bounded, divisor) if self.is_of_counts else bounded
 
 
+@naming_arguments
 def weighted_mean(
     losses: Sequence[Tensor],
     weights: Sequence[Weight],

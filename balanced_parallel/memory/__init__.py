@@ -2,9 +2,17 @@
 :func:`fit` make a batch fit.
 """
 
-from .estimation import estimate
+from .estimation import compare_kinds, estimate
 from .fitting import fit
 from .planning import MemoryPlan, plan
-from .report import MemoryReport
+from .report import KindComparison, MemoryReport
 
-__all__ = ["MemoryPlan", "MemoryReport", "estimate", "fit", "plan"]
+__all__ = [
+    "KindComparison",
+    "MemoryPlan",
+    "MemoryReport",
+    "compare_kinds",
+    "estimate",
+    "fit",
+    "plan",
+]

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -88,6 +87,11 @@ class Choice:
         return LAYOUTS[self.layout].is_distributed
 
     @property
+    def is_whole(self) -> bool:
+        """True for an update in the user's own words."""
+        return LAYOUTS[self.layout].is_whole
+
+    @property
     def work(self) -> int:
         """Operations that take as long as this choice: traffic counts as many per byte as a device
         has on average.
@@ -132,10 +136,9 @@ def row_of(choice: Choice) -> list[str]:
     ]
 
 
-# The traces of an option took at most as long with language models, on one slow core.
-SECONDS_PER_MODULE = 0.1
 TAKES_ANY_ROWS = "a plan needs a module, a criterion and an optimizer that take any number of rows"
 SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no trace has
+MARGIN_OF_SHARDS = 0.1  # published programs of FSDP need more than is predicted
 BASE = 2  # rows per device in the first of two traces
 
 
@@ -171,13 +174,17 @@ class Option:
         self.batch_size = batch_size
         self.capacity = capacity
         self.is_distributed = request.layout.is_distributed
+        self.is_whole = request.layout.is_whole
         self.step = request.row_step
         self.context = request.kind.context
         self.share = -(-batch_size // len(capacity))  # rows of a device per update
         self.rows = self.share if self.is_distributed else batch_size  # The batch of a process.
         self.request = replace(request, micro_batches=1, update_rows=self.rows)
         sizes = [min(capacity)] * request.devices if self.is_distributed else capacity
-        self.limits = [size - SCALARS for size in sizes]  # bytes for what a trace has
+        has_margin = request.layout.is_sharded and request.kind.is_gpu
+        self.part = 1 - MARGIN_OF_SHARDS * has_margin  # This part of a device may be full.
+        # bytes for what a trace has
+        self.limits = [int(size * self.part) - SCALARS for size in sizes]
         self.parameters = sum(parameter.nbytes for parameter in request.module.parameters())
         self.learned = trained(request.module.parameters())
         self.traced: dict[int, Lines] = {}
@@ -195,7 +202,8 @@ class Option:
         """Returns the lines for a number of micro-batches per update, traced at the first call, or
         raises ``ValueError``.
         """
-        several = min(micro_batches, 2)  # One that adds and reduces is enough with replicas.
+        # One that adds and reduces is enough with replicas.
+        several = 1 if self.is_whole else min(micro_batches, 2)
         if several not in self.traced:
             request = replace(self.request, micro_batches=several)
             traces = []
@@ -222,8 +230,11 @@ class Option:
         return lines.flops(self.batch_size // lines.first.micro_batches) / self.batch_size
 
     def needs(self) -> int:
-        """Returns the bytes that one row per device reserves, on the device that needs the most."""
-        return max(self.reserved(2, [1] * self.request.devices, fits=False)) + SCALARS
+        """Returns the bytes that one row per device reserves, or a step that runs whole, on the
+        device that needs the most.
+        """
+        rows = [self.share if self.is_whole else 1] * self.request.devices
+        return int((max(self.reserved(2, rows, fits=False)) + SCALARS) / self.part)
 
     def reserved(self, micro_batches: int, rows: Sequence[int], *, fits: bool) -> list[int]:
         """Returns the bytes that each device reserves for its rows in one forward, within its limit
@@ -270,6 +281,9 @@ class Option:
         """Cuts the batch into the fewest micro-batches that fit, in equal shares if these fit."""
         may_differ = not self.is_distributed and len(set(self.limits)) > 1
         share = self.batch_size if may_differ else self.share
+        if self.is_whole:
+            rows = self.most_rows(1, share)
+            return MicroBatches(1 if min(rows) == share else 0, None, [share])
         # A loss that couples rows needs less memory in two passes, which one micro-batch does not
         # take.
         most = self.most_rows(2, max(share // 2, 1) if self.request.couples_rows else share)
@@ -404,7 +418,6 @@ class Search:
         self.choices: dict[Option, Choice] = {}
         self.skipped: dict[str, str] = {}
         self._failing = set[PlannedSaving]()
-        self._durations: list[float] = []
         self._option = functools.cache(self._make_option)
         savings = self._suited("layout")
         layouts: list[Combination] = [
@@ -453,7 +466,6 @@ class Search:
     def _trace(self) -> None:
         """Traces options. If none fits, optimizers with less state are traced as well."""
         ladders = self._ladders()
-        self._ways = len([*self.untried(), *self._suited("optimizer")])
         groups = [layouts for layouts in self._groups if layouts]
         if any(self._climb(layouts, ladder) for ladder in ladders for layouts in groups):
             return
@@ -482,8 +494,7 @@ class Search:
     def _fits(self, option: Option) -> bool:
         """Traces an option."""
         if option not in self.choices and option.name not in self.skipped:
-            self._log_option(option.name)
-            begin = time.monotonic()
+            _log.info("trying: %s", option.name)
             try:
                 choice = option.choose(next(iter(self.choices), option))
                 self.choices[option] = choice
@@ -494,18 +505,7 @@ class Search:
                 self.skipped[option.name] = str(error)
                 if isinstance(error, ProgramError) and not self.choices:
                     raise ProgramError(f"{option.name}: {error}; {TAKES_ANY_ROWS}") from error
-            self._durations.append(time.monotonic() - begin)
         return option in self.choices and self.choices[option].fits
-
-    def _log_option(self, name: str) -> None:
-        """Logs what is tried, and how long all that remain may take: each as long as the longest
-        before, or by the number of modules.
-        """
-        guess = SECONDS_PER_MODULE * len(list(self.request.module.modules()))
-        place = len(self._durations)
-        rest = (self._ways - place) * max(self._durations, default=guess)
-        what = f"{name} ({place + 1} of at most {self._ways}"
-        _log.info("trying: %s; the rest takes roughly %.0f s at most)", what, rest)
 
     def _is_fast(self) -> bool:
         """Returns True if a choice fits whose time is within a half of the least: no recomputation,
@@ -608,6 +608,8 @@ class Search:
             assert request is not None
             return Option(savings, request, (capacity,) * count, count).needs()
 
+        if least.is_whole:
+            return size, None
         _log.info("trying: more devices, at most 5 numbers of them")
         # A layout may have no trace, and the time for traces ends.
         with contextlib.suppress(ValueError, TimeoutError):

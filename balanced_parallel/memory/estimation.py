@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,14 +15,14 @@ from torch import nn
 from .. import Precision
 from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
+from ..runtime import values
 from ..runtime.torch_private import is_compiled
-from ..runtime.values import check_number, format_bytes
 from ..strategies.tracing import TracedBatch, check_module
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
 from .operators import CONVOLUTIONS, RECURRENT_LAYERS, UnknownMemory
 from .problem import LossFunction, Problem, Request
-from .report import PARTS, MemoryReport, OtherBatches, holders_of
+from .report import PARTS, KindComparison, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
 from .trace.layouts import LAYOUTS, OptimizerChoice, wrap
 from .trace.quantized import FOUR_BITS, is_four_bit
@@ -33,6 +33,7 @@ T = TypeVar("T")
 MODES = "train", "evaluate"
 
 
+@values.naming_arguments
 def estimate(
     module: nn.Module,
     criterion: LossFunction,
@@ -76,7 +77,10 @@ def estimate(
         micro_batch_size: rows per device in one forward. ``None`` is a device's whole share.
         layout: ``"single"``, the plain program on one device; ``"replicas"``,
             :class:`DataParallelModel`; ``"ddp"`` and ``"fsdp"``, one rank of several, with
-            ``inputs`` of its own. Rows of the report are those of all ranks.
+            ``inputs`` of its own. Rows of the report are those of all ranks. ``"step"``, an update
+            in your own words: the criterion is ``update(module, optimizer, *inputs, *targets)``,
+            which runs every forward, backward and ``step()``, and ``optimizer`` is a function of
+            the module, which returns what ``update`` gets.
         devices: number of devices, or of ranks.
         balanced_optimizer: uses :class:`BalancedOptimizer`. With ddp and fsdp, the rank is the one
             that owns the most whole parameters; elementwise optimizers of fsdp need none.
@@ -134,6 +138,54 @@ def estimate(
     return make_report(request, -(-request.rows // request.micro_batches))
 
 
+def compare_kinds(
+    module: nn.Module,
+    criterion: LossFunction,
+    inputs: object,
+    targets: object,
+    *,
+    device_kind: Sequence[str],
+    dim: int = 0,
+    scalar: float | None = None,
+    **settings: Any,
+) -> KindComparison:
+    """Predicts the memory of an update on GPUs of several kinds, from one pair of traces.
+
+    Args:
+        module, criterion, inputs, targets, dim, scalar, settings: as for :func:`estimate`.
+        device_kind: names of GPUs, such as ``["a100", "rtx4090"]``.
+
+    Returns:
+        A :class:`MemoryReport` for each name, as a dictionary. Printed, it is a table: whether the
+        batch fits, the bytes that are left, and the most rows of a micro-batch.
+
+    Raises:
+        ValueError: as for :func:`estimate`, or a kind is not a GPU.
+
+    Example:
+        >>> batch = torch.zeros(8, 256), torch.zeros(8, 256)
+        >>> found = compare_kinds(torch.nn.Linear(256, 256), torch.nn.MSELoss(), *batch, device_kind=["t4", "a100"])
+        >>> found["a100"].at(8).fits, found["a100"].nvidia_smi > found["t4"].nvidia_smi
+        (True, True)
+    """
+    kinds = {name: find_kind(name) for name in device_kind}
+    others = [name for name, kind in kinds.items() if not kind.is_gpu]
+    if others or not kinds:
+        raise ValueError(f"device_kind={others}, expected names of GPUs, such as 'a100'")
+    largest = max(kinds, key=lambda name: kinds[name].workspace)
+    problem = Problem(module, criterion, inputs, targets, dim, scalar)
+    request = make_request(problem, device_kind=largest, **settings)
+    rows = -(-request.rows // request.micro_batches)
+    exact, lines = lines_of(request, rows)
+    source = lines if lines.first.rows == rows else exact
+    return KindComparison(
+        {
+            name: make_report(dataclasses.replace(request, kind=kind), rows, source.on(kind))
+            for name, kind in kinds.items()
+        }
+    )
+
+
 _CALLS = {
     "criterion": "a module or a function: the arguments are (module, criterion, inputs, targets)",
     "optimizer": "a class, or a function of the parameters: torch.optim.AdamW, or functools.partial(torch.optim.AdamW, lr=...)",
@@ -171,16 +223,16 @@ def make_request(
     kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
     Precision(precision)
     for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
-        check_number(name, number, "a positive number", at_least=1, whole=True)
-    _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients)
+        values.check_number(name, number, "a positive number", at_least=1, whole=True)
+    _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients, micro_batch_size)
     shares = split or LAYOUTS[layout].devices_per_process(devices)
     batch = batch or problem.batch
     wrapped = wrap(problem.criterion)
-    couples_rows = wrapped.kind.couples_rows
+    couples_rows = wrapped.kind.couples_rows and layout != "step"
     return Request(
         module=problem.module,
         # Layouts wrap a loss of rows again.
-        criterion=problem.criterion if couples_rows else wrapped.module,
+        criterion=problem.criterion if couples_rows or layout == "step" else wrapped.module,
         batch=batch,
         scalar=problem.scalar,
         optimizer=OptimizerChoice(optimizer),
@@ -206,10 +258,11 @@ def _check_layout(
     devices: int,
     balanced_optimizer: bool,
     whole_gradients: bool,
+    micro_batch_size: int | None,
 ) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
-    if layout == "single" and (devices > 1 or balanced_optimizer):
+    if layout in ("single", "step") and (devices > 1 or balanced_optimizer):
         setting = f"devices={devices}" if devices > 1 else "balanced_optimizer=True"
         raise ValueError(
             f"{setting} with layout={layout!r}, expected layout='replicas', 'ddp' or 'fsdp'"
@@ -218,6 +271,10 @@ def _check_layout(
         raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}, expected one of {', '.join(MODES)}")
+    if layout == "step" and (mode == "evaluate" or micro_batch_size):
+        raise ValueError(
+            f"layout='step' with mode={mode!r}, micro_batch_size={micro_batch_size}, expected neither: the step runs whole"
+        )
     if mode == "evaluate" and (balanced_optimizer or whole_gradients):
         raise ValueError(
             "mode='evaluate' has no gradients, expected balanced_optimizer and whole_gradients with mode='train'"
@@ -334,7 +391,7 @@ def _assumed(request: Request, lines: Lines, rows: int) -> dict[str, str]:
             assumed["recurrent layers"] = RECURRENT_LAYERS
         if "aten.convolution" in operators:
             assumed["convolutions"] = CONVOLUTIONS
-    if request.micro_batches == 1 and request.mode == "train":
+    if request.micro_batches == 1 and request.mode == "train" and not request.layout.is_whole:
         assumed |= _assumed_of_loop(request, lines, rows)
     if any(map(is_four_bit, request.module.modules())):
         assumed["4-bit weights"] = FOUR_BITS
@@ -352,14 +409,14 @@ def _assumed_of_loop(request: Request, lines: Lines, rows: int) -> dict[str, str
         )
     elif more := lines.more_if_kept(0, rows, lambda block: block.kind == "gradients"):
         assumed["zero_grad"] = (
-            f"assumed: before the forward; a loop that calls it after needs {format_bytes(more)} more"
+            f"assumed: before the forward; a loop that calls it after needs {values.format_bytes(more)} more"
         )
     if not request.keeps_outputs and (
         more := lines.more_if_kept(0, rows, lambda block: block.is_output)
     ):
         assumed["outputs"] = (
             "assumed: released after the loss; a loop that keeps them until the next forward needs "
-            f"{format_bytes(more)} more (keeps_outputs=True)"
+            f"{values.format_bytes(more)} more (keeps_outputs=True)"
         )
     return assumed
 

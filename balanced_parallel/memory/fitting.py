@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from .. import BalancedOptimizer, DataParallelModel, TrainStep
 from ..batch.plan import count_micro_batches, split_sizes
+from ..runtime import values
 from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
 from ..runtime.torch_private import is_sharded
-from ..runtime.values import check_type, format_bytes
 from ..savings.offloading import is_offloaded
 from ..strategies.tracing import TracedBatch
 from .candidates import SCALARS
@@ -34,6 +34,7 @@ from .trace.private import storage_id
 from .trace.tracer import copies_of, gradients_of, groups_of, states_of, try_traces
 
 
+@values.naming_arguments
 def fit(
     step: TrainStep,
     inputs: object,
@@ -73,14 +74,21 @@ def fit(
         >>> step.micro_batch_size, report.micro_batches, report.nvidia_smi[0] <= 4 * 2**20
         (765, 6, True)
     """
-    check_type("step", step, TrainStep, "a TrainStep: fit(step, inputs, targets)")
+    values.check_type("step", step, TrainStep, "a TrainStep: fit(step, inputs, targets)")
     if step.cut is not None and step.micro_batch_size is None:
         expected = (
             "expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"
         )
         raise ValueError(f"the step is limited by cost, {expected}")
     request = request_of_step(step, inputs, targets)
-    limits = _limits(step, capacity, request)
+    step.micro_batch_size, report = fit_request(request, _limits(step, capacity, request))
+    return report
+
+
+def fit_request(request: Request, limits: Sequence[int]) -> tuple[int, MemoryReport]:
+    """Returns the most rows per device that fit in one forward, and the report of an update with
+    them.
+    """
     shares = request.split or request.row_step
     lines = trace_exactly(request, request.rows)
     if lines.fit(limits, request.rows):
@@ -88,15 +96,15 @@ def fit(
     else:
         most, lines = _most_rows(dataclasses.replace(request, micro_batches=2), limits)
         rows = _per_device(most, shares)
-    # the smallest of all ranks
-    rows = rows if isinstance(step.model, DataParallelModel) else -max_over_ranks(-rows)
+    if request.layout.is_distributed:
+        rows = -max_over_ranks(-rows)  # the smallest of all ranks
     if rows == 0:
         raise ValueError(f"not one row fits: {explain(request, limits)}")
-    step.micro_batch_size = rows
     count = count_micro_batches(request.rows, rows, shares)
+    size = rows
     request, rows = dataclasses.replace(request, micro_batches=count), -(-request.rows // count)
     shows_rows = lines.first.rows == rows or (lines.is_affine and not request.split)
-    return make_report(request, rows, lines if shows_rows else None)
+    return size, make_report(request, rows, lines if shows_rows else None)
 
 
 def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
@@ -159,7 +167,7 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     report = make_report(request, rows, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
     holders = ", ".join(
-        f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}"
+        f"{values.format_bytes(holder.bytes)} of {holder.part}{_place(holder)}"
         for holder in report.where[worst][:3]
     )
     savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDS]
@@ -168,13 +176,13 @@ def explain(request: Request, limits: Sequence[int]) -> str:
         ((size, planned.saving.name) for planned, size in measured.items()), default=(0, "")
     )
     advice = (
-        f"{best} would save most, {format_bytes(size)}"
+        f"{best} would save most, {values.format_bytes(size)}"
         if size > 0
         else "no known saving would help"
     )
     return (
-        f"one row per device needs {format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
-        f"{format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
+        f"one row per device needs {values.format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
+        f"{values.format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
     )
 
 

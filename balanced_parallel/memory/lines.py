@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..batch.plan import split_sizes
 from .allocator import Replay, replay
+from .devices import DeviceKind
 from .problem import Request
 from .trace.allocations import MAYBE, Block, Trace
 from .trace.fakes import fake_devices
@@ -62,6 +63,19 @@ class Lines:
         self._certain = np.array([block.kind != MAYBE for block in first.blocks])
         self._events = np.array(first.events, dtype=np.int64)
         self._replays: dict[object, Replay | None] = {}
+
+    def on(self, kind: DeviceKind) -> "Lines":
+        """Returns the lines of another kind of GPU, whose workspaces have another size."""
+        traces = []
+        for trace in filter(None, (self.first, self.second)):
+            blocks = [
+                dataclasses.replace(block, size=kind.workspace)
+                if block.kind == "workspace"
+                else block
+                for block in trace.blocks
+            ]
+            traces.append(dataclasses.replace(trace, blocks=blocks))
+        return Lines(dataclasses.replace(self.request, kind=kind), *traces)
 
     @property
     def is_affine(self) -> bool:

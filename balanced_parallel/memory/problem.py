@@ -62,11 +62,11 @@ class Layout(Protocol):
     is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
     batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
     is_sharded: ClassVar[bool] = False  # the parameters are DTensors
+    is_whole: ClassVar[bool] = False  # the criterion runs the update, with its backwards
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
     parameters: list[nn.Parameter]
     replicas: Sequence[Any] = ()  # The model has some, and the criterion.
     optimizers: list[Optimizer]
-    outputs_of_loop: Sequence[object] = ()  # what the last forward returned, as a loop keeps it
     inner_optimizers: list[Optimizer]  # They are those of torch, also inside of balanced ones.
 
     def __init__(self, request: "Request", module: nn.Module, criterion: LossFunction) -> None: ...
@@ -110,8 +110,16 @@ class Layout(Protocol):
         """Runs the forward of one micro-batch, with the loss of its own rows."""
         ...
 
+    def run(self, part: Shard) -> None:
+        """Runs a whole update, with its backwards and the steps of its optimizers."""
+        return
+
     def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
+        ...
+
+    def take_outputs(self) -> list[object]:
+        """Returns the outputs of the last forward. They stay alive if the request says so."""
         ...
 
     def accumulating(self) -> AbstractContextManager[None]:

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from ..runtime.collectives import gather_rows, second_group, world_size
 from ..runtime.torch_private import BatchNorm, current_backward_id
+from ..runtime.values import naming_arguments
 from .all_rows import exchange, sums_rows
 from .module_tree import check_is_module
 from .workers import current_replica
 
 
+@naming_arguments
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Converts all batch norms in ``module`` to use statistics over the rows of all devices and
     ranks, and returns ``module``.

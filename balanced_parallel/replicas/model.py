@@ -6,7 +6,7 @@ Each output stays on the device of its replica.
 import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
@@ -24,7 +24,7 @@ from ..runtime.torch_private import children_of, profiled
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
 from .all_rows import SumOverRows
 from .batchnorm import AllRowsBatchNorm
-from .module_tree import check_module
+from .module_tree import check_module, copy_state
 from .recorded import Refresh
 from .replicas import Replicas, window
 
@@ -202,7 +202,12 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         # the forward may ask for gradients of its inputs under no_grad too
         with torch.enable_grad():
             shards = batch.split(self.devices, self.split)
-        outputs = self._run_shards(shards, method)
+        try:
+            outputs = self._run_shards(shards, method)
+        except RuntimeError as error:
+            if self.dim:
+                error.add_note(f"dim={self.dim} has split the inputs along dimension {self.dim}")
+            raise
         return self._gather(outputs) if self.gather_outputs else outputs
 
     def _run_shards(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:
@@ -254,6 +259,10 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         refuse_renorm(names)
         self._ran.add(kind)
         return outputs
+
+    def copy_state(self) -> Callable[[], None]:
+        """Copies buffers and numbers of the module. Returns a function that puts them back."""
+        return copy_state(self.module)
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
         """Runs rows on the first device."""

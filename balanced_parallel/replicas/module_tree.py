@@ -8,7 +8,7 @@ was, and the skeletons are filled again.
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -489,3 +489,24 @@ def keep_numbers(module: nn.Module) -> Iterator[None]:
     finally:
         for attributes, numbers in before:
             attributes.update(numbers)
+
+
+def copy_state(module: nn.Module) -> Callable[[], None]:
+    """Copies the buffers and the numbers of a module. Returns a function that puts them back."""
+    parts = [(part, numbers_of(part), buffers_of(part)) for part in module.modules()]
+    copies = [
+        (part, numbers, {name: each.clone() for name, each in buffers.items() if each is not None})
+        for part, numbers, buffers in parts
+        if numbers or buffers
+    ]
+
+    @torch.no_grad()
+    def put() -> None:
+        for part, numbers, buffers in copies:
+            vars(part).update(numbers)
+            for name, copy in buffers.items():
+                buffer = buffers_of(part)[name]
+                if buffer is not None and buffer.shape == copy.shape:
+                    buffer.copy_(copy)
+
+    return put

@@ -37,7 +37,7 @@ from ..loss.sums import LossSum, add_numbers, power_of_two, run_backward
 from ..optim.balanced import is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
-from ..runtime.torch_private import profiled
+from ..runtime import torch_private
 from ..runtime.values import scaled
 from ..strategies.ddp import DDPSync
 from ..strategies.replicas import ReplicaSync
@@ -249,7 +249,7 @@ class ExactAccumulation(Accumulation):
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
         self._weights: list[Tensor | float] = []
-        self._sums: dict[torch.device, dict[Tensor, list[ExactSum]]] = {}  # Those of the parts.
+        self._sums: dict[torch.device, dict[Tensor, list[ExactSum]]] = {}  # The sums of the parts.
         self._has_graph = False
 
     def add(self, run: BatchRun) -> None:
@@ -273,7 +273,7 @@ class ExactAccumulation(Accumulation):
         with self._groups.accumulating():
             for shards in plan:
                 # No variable keeps the losses, and their graph, during the next forward.
-                with profiled("micro-batch"):
+                with torch_private.profiled("micro-batch"):
                     self._run_backwards(shards, self.forwards.run(shards, compute, run.outputs))
         for name, buffer in self._buffers():
             copy = before.get(name)

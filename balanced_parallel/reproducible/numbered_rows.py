@@ -27,6 +27,8 @@ from ..training.settings import Settings
 from ..training.update import Arithmetic, BatchRun, Compute, Forwards, Limit, Reduced, Work
 from .row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 
+RunShard = Callable[..., object]  # Returns the output of a shard, with its draws if known.
+
 
 class NumberedRows:
     """The rows of one update, which have numbers over all ranks and batches.
@@ -59,7 +61,7 @@ class NumberedRows:
         kind = self._arithmetic.batch_kind(batch)
         is_known = not rows or kind in self._arithmetic.draws
         if self._update is None:
-            is_known = self._begin(rows, is_known=is_known)
+            self._update, is_known = self._begin(rows, is_known=is_known)
         elif collectives.world_size() > 1:
             raise ValueError(
                 "reproducible=True with several add() calls on several ranks: pass the effective batch to step(...)"
@@ -67,7 +69,7 @@ class NumberedRows:
         else:
             self._check_groups([self._update.rows, rows])
         update = self._update
-        first = self._update.number(rows)
+        first = update.number(rows)
         shapes = DrawShapes()
 
         def surround(shard: Shard, draws: list[Draw] | None) -> Shard:
@@ -93,40 +95,40 @@ class NumberedRows:
                     # The state of the criterion differs between the two forwards.
                     return loss.loss(calls.copies, device, is_split=False).collect(calls)
 
-            self._arithmetic.find_draws(
-                kind,
-                batch,
-                update,
-                lambda shard: self._forwards.run([surround(shard, None)], compute),
-            )
+            def run_shard(shard: Shard, draws: list[Draw] | None = None) -> object:
+                outputs: list[Any] = []
+                self._forwards.run([surround(shard, draws)], compute, outputs)
+                return outputs[0][0]
+
+            self._arithmetic.find_draws(kind, batch, update, run_shard)
         draws = self._arithmetic.draws.get(kind, [])
         self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
 
-    def _begin(self, rows: int | None, *, is_known: bool) -> bool:
+    def _begin(self, rows: int | None, *, is_known: bool) -> tuple[UpdateRandom, bool]:
         """Begins an update with the rows of the first batch of each rank. All ranks call this.
 
-        Returns True if the draws of all ranks are known.
+        Returns its random numbers, and True if the draws of all ranks are known.
 
         Raises:
             ValueError: a rank has no batch, and others have.
         """
         seed = int(torch.empty((), dtype=torch.int64).random_())
         everyone = collectives.gather_objects((seed, rows, is_known))
-        counts = [count for _, count, _ in everyone]
-        if None in counts and {*counts} != {None}:
+        counts = [count for _, count, _ in everyone if count is not None]
+        if 0 < len(counts) < len(everyone):
+            without = [rank for rank, (_, count, _) in enumerate(everyone) if count is None]
             raise ValueError(
-                f"reproducible=True, and nothing was added on rank {counts.index(None)}, expected a batch on each rank, which may "
+                f"reproducible=True, and nothing was added on rank {without[0]}, expected a batch on each rank, which may "
                 "have no rows: step.add(inputs[:0], targets[:0])"
             )
-        if rows is not None:
-            self._check_groups(counts)
-            self._update = UpdateRandom(everyone[0][0], sum(counts[: collectives.rank()]))
-        return all(is_known for _, _, is_known in everyone)
+        self._check_groups(counts)
+        update = UpdateRandom(everyone[0][0], sum(counts[: collectives.rank()]))
+        return update, all(is_known for _, _, is_known in everyone)
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients."""
         if self._update is None and collectives.world_size() > 1:
-            self._begin(None, is_known=True)
+            self._update, _ = self._begin(None, is_known=True)
         reduced = self._opened().finish(settings)
         if self._update is not None:
             self._update.end()
@@ -194,22 +196,25 @@ class ArithmeticByRow(Arithmetic):
         ]
         return tuple([module.training for module in self._modules]), *types
 
-    def find_draws(
-        self, kind: Hashable, batch: Batch, update: UpdateRandom, run: Callable[[Shard], object]
-    ) -> None:
+    def find_draws(self, kind: Hashable, batch: Batch, update: UpdateRandom, run: RunShard) -> None:
         """Runs two and three rows, and puts back what they change.
 
-        A rank without rows runs none, twice.
+        A rank without rows runs none, as often.
+
+        Raises:
+            ValueError: parts of rows are in another order than the rows.
         """
+        device = self.model.devices[0]
+        # One row is repeated where rows have lengths of their own.
+        distinct = 1 if batch.pads else batch.rows or 0
+        rows = [row % distinct for row in range(3)] if batch.rows else []
         self.before.take()
         try:
             with torch.no_grad():
-                for count in (2, 3) if batch.rows else (0, 0):
-                    # One row is repeated where rows have lengths of their own.
-                    distinct = 1 if batch.pads else batch.rows or 0
-                    run(
-                        batch.shard([row % distinct for row in range(count)], self.model.devices[0])
-                    )
+                for count in (2, 3):
+                    run(batch.shard(rows[:count], device))
+                draws = find_draws(*update.forwards[-2:]) if batch.rows else []
+                self._check_parts(batch, rows, draws, run)
         except torch.OutOfMemoryError as error:
             error.add_note(
                 "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
@@ -219,4 +224,40 @@ class ArithmeticByRow(Arithmetic):
         finally:
             self.before.restore()
         if batch.rows:
-            self.draws[kind] = find_draws(*update.forwards[-2:])
+            self.draws[kind] = draws
+
+    def _check_parts(self, batch: Batch, rows: list[int], draws: list[Draw], run: RunShard) -> None:
+        """Compares two rows with each alone, if an operator draws for several parts of a row.
+
+        All ranks call this.
+        """
+        has_parts = any(dim is not None and shape[dim] > 2 for _, shape, dim in draws)
+        if any(collectives.gather_objects(has_parts)):
+            device = self.model.devices[0]
+            parts = [rows[:2], rows[:1], rows[1:2]]
+            outputs = [run(batch.shard(part, device), draws) for part in parts]
+            if has_parts and not any(map(_meets_rows, self._modules)):
+                _compare(*outputs)
+
+
+def _meets_rows(module: nn.Module) -> bool:
+    """Returns True for batch norm in training, whose outputs depend on all rows."""
+    return isinstance(module, torch_private.BatchNorm) and module.training
+
+
+def _compare(whole: object, *rows: object) -> None:
+    """Raises ``ValueError`` if the outputs of two rows are others than those of each alone, in any
+    order.
+    """
+    leaves = zip(*(containers.tensors_in(each) for each in (whole, *rows)), strict=True)
+    for joined, *alone in leaves:
+        values = torch.cat([each.flatten() for each in alone]).double().sort().values
+        expected = joined.flatten().double().sort().values
+        if len(values) == len(expected):
+            limit = 0.01 * expected.abs().max()
+            if (values - expected).abs().max() > limit:
+                raise ValueError(
+                    "an operator draws for several parts of each row, and their order is another than that of the rows, as in "
+                    "torch.cat([h, h]), so reproducible=True does not know the rows: draw for torch.stack([h, h]), or for parts "
+                    "of a row beside each other"
+                )

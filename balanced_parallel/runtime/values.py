@@ -9,8 +9,8 @@ import math
 import numbers
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -56,7 +56,7 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
-# What to write in place of an argument that is gone.
+# The text to write in place of an argument that is gone.
 _REMOVED = {
     "in_dims": "dim=1 for rows in dimension 1, and marks at the call for other arguments: Along(x, 1), Whole(x), Rows(x)"
 }
@@ -66,9 +66,13 @@ def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Returns a function whose error for arguments that it does not take names those that it takes."""
     parameters = inspect.signature(function).parameters
     names = [name for name in parameters if name != "self"]
+    plain = [
+        each.replace(default=each.empty, annotation=each.empty) for each in parameters.values()
+    ]
+    shown = inspect.Signature([each for each in plain if each.name != "self"])
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     expected = f"one of {', '.join(names)}"
-    form = f"{function.__qualname__.removesuffix('.__init__')}({', '.join(names)})"
+    form = re.sub(r"\.__(init|call)__$", "", function.__qualname__) + str(shown)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -84,6 +88,21 @@ def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
             raise TypeError(f"{error}, expected {form}") from None  # The call itself raised it.
 
     return call
+
+
+class SaysInstead:
+    """An object that names what replaces the calls of another library that it does not have."""
+
+    instead: ClassVar[Mapping[str, str]] = {}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            """Raises ``AttributeError``, which says what replaces a call."""
+            if name in self.instead:
+                owner = type(self).__name__
+                raise AttributeError(f"a {owner} has no {name}(): {self.instead[name]}")
+            return object.__getattribute__(self, name)
 
 
 def check_type(name: str, value: object, kinds: Any, expected: str) -> None:

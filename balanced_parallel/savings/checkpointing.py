@@ -22,9 +22,8 @@ from torch.utils.checkpoint import (
 )
 
 from ..replicas.module_tree import class_of, find_blocks
-from ..runtime import torch_private
+from ..runtime import torch_private, values
 from ..runtime.random_numbers import RandomState
-from ..runtime.values import check_type
 
 EXPECTED = "expected names of named_modules(): blocks=['encoder', 'decoder']"
 
@@ -109,6 +108,7 @@ class CheckpointHandle:
         return f"{type(self).__name__}(parts={list(self.parts)})"
 
 
+@values.naming_arguments
 def checkpoint_activations(
     module: nn.Module,
     *,
@@ -143,13 +143,15 @@ def checkpoint_activations(
         >>> savings.checkpoint_activations(net)
         CheckpointHandle(parts=['[0:4]', '[4:8]', '[8:12]'])
     """
-    check_type("module", module, nn.Module, "a module, as in checkpoint_activations(net)")
+    values.check_type("module", module, nn.Module, "a module, as in checkpoint_activations(net)")
     for submodule in module.modules():
         submodule.__class__ = class_of(submodule)
     names: Sequence[str] = find_blocks(module)
     if blocks != "auto":
-        check_type("blocks", blocks, Iterable, "'auto', or the names of submodules")
+        values.check_type("blocks", blocks, Iterable, "'auto', or the names of submodules")
         names = [blocks] if isinstance(blocks, str) else list(blocks)
+        for name in names:
+            values.check_type("blocks", name, str, "names of submodules, as in blocks=['layers.0']")
         if not names:
             raise ValueError(f"blocks={blocks!r} is empty, {EXPECTED}")
     modules = dict(module.named_modules(remove_duplicate=False))

@@ -14,10 +14,10 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from enum import IntEnum
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -34,9 +34,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.backend_registration import rename_privateuse1_backend
 
-from ..runtime import transport
+from ..runtime import transport, values
 from ..runtime.torch_private import current_backward_id, leaves_of_tree, local_tensors
-from ..runtime.values import check_type, format_bytes, parse_bytes
 from . import device_module
 from .compilation import LISTENER, load_native
 
@@ -219,8 +218,8 @@ class Cluster:
             rows.append(
                 [
                     device,
-                    "no limit" if memory is None else format_bytes(memory),
-                    *map(format_bytes, counts),
+                    "no limit" if memory is None else values.format_bytes(memory),
+                    *map(values.format_bytes, counts),
                     waits,
                 ]
             )
@@ -247,8 +246,26 @@ class Cluster:
         self._ended = self.live, self.peak, self.moved, categories, self.copies, self.allocations
 
 
-@contextmanager
-def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Iterator[Cluster]:
+class Simulation(ContextDecorator, AbstractContextManager[Cluster, bool | None]):
+    """The block that :func:`simulate` returns. Devices exist inside of it."""
+
+    def __init__(self, block: AbstractContextManager[Cluster, bool | None]) -> None:
+        self._block = block
+
+    def __enter__(self) -> Cluster:
+        return self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"simulate() has no {name} outside of its block, expected with simulate(...) as cluster: cluster.{name}"
+        )
+
+
+@values.naming_arguments
+def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Simulation:
     """Simulates accelerators ``sim:0`` to ``sim:N-1`` in this process.
 
     Kernels run on the CPU, and memory is counted in bytes.
@@ -291,8 +308,13 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         >>> cluster.moved["cpu", "sim:1"]
         3072
     """
+    return Simulation(_simulate(devices, memory, strict))
+
+
+@contextmanager
+def _simulate(devices: int, memory: Memory, strict: bool) -> Iterator[Cluster]:
     limits = _limits(devices, memory)
-    check_type("strict", strict, bool, "True or False")
+    values.check_type("strict", strict, bool, "True or False")
     if not _active.acquire(blocking=False):
         raise RuntimeError(
             "simulate() inside simulate(): torch supports one type of simulated devices, leave the first block before"
@@ -332,7 +354,7 @@ def _limits(devices: int, memory: Memory) -> list[int | None]:
         raise ValueError(
             f"memory has {len(sizes)} entries for {devices} devices, expected one size for all, or one per device"
         )
-    return [None if size is None else parse_bytes(size) for size in sizes]
+    return [None if size is None else values.parse_bytes(size) for size in sizes]
 
 
 def _rename_backend() -> None:

@@ -26,7 +26,7 @@ from functools import cache, partial
 from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..runtime import collectives
+from ..runtime import collectives, values
 from ..runtime.torch_private import checkpoint_threads
-from ..runtime.values import check_number, check_type, naming_arguments
 from .state import (
     TreePath,
     check_same_tensors,
@@ -81,7 +80,7 @@ class Part(Protocol):
         """Returns the keys of tensors in its state that the digest in ``checkpoint.json`` is of."""
 
 
-class Checkpoints:
+class Checkpoints(values.SaysInstead):
     """Checkpoints of a run in one folder, by ``torch.distributed.checkpoint``.
 
     :meth:`save` copies the state to the host and writes it in the background. A checkpoint is
@@ -114,17 +113,24 @@ class Checkpoints:
         >>> folder.cleanup()
     """
 
-    @naming_arguments
+    instead: ClassVar[Mapping[str, str]] = {
+        "load": "call load_latest()",
+        "restore": "call load_latest()",
+    }
+
+    @values.naming_arguments
     def __init__(self, folder: str | Path, *, keep: int = 3, **parts: Stateful) -> None:
-        check_type(
+        values.check_type(
             "folder",
             folder,
             str | os.PathLike,
             "the path of a folder: Checkpoints(folder, step=step)",
         )
-        check_number("keep", keep, "an integer, the checkpoints that stay", whole=True)
+        values.check_number("keep", keep, "an integer, the checkpoints that stay", whole=True)
         for name, part in parts.items():
-            check_type(name, part, Stateful, "an object with state_dict() and load_state_dict()")
+            values.check_type(
+                name, part, Stateful, "an object with state_dict() and load_state_dict()"
+            )
         if not parts or keep < 1:
             raise ValueError(
                 f"{len(parts)} parts and keep={keep}, expected at least one of each: Checkpoints(folder, step=step)"
@@ -163,7 +169,9 @@ class Checkpoints:
             ValueError: the folder has a higher number, of another run; or ranks gave different
                 numbers.
         """
-        check_number("number", number, "the number of updates so far", at_least=0, whole=True)
+        values.check_number(
+            "number", number, "the number of updates so far", at_least=0, whole=True
+        )
         self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
         rank = collectives.rank()

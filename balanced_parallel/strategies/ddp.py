@@ -292,9 +292,10 @@ class DistributedModel(RankModel, DistributedDataParallel):
             if weight.grad is None:
                 nowhere = torch.empty(1, 0, dtype=torch.long, device=weight.device)
                 nothing = weight.new_empty(0, *weight.shape[1:])
-                weight.grad = torch.sparse_coo_tensor(
+                empty = torch.sparse_coo_tensor(
                     nowhere, nothing, weight.shape, check_invariants=True
                 )
+                _set_gradient(weight, empty)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state[CHILDREN]  # The copy is not a module yet.
@@ -384,7 +385,7 @@ class BucketRecord(GradientRecord):
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided:
-                parameter.grad = gradient.data
+                _set_gradient(parameter, gradient.data)
 
     def _note(self) -> None:
         """Notes the parameters that have a gradient, but for zeros that nothing was added to."""
@@ -624,6 +625,10 @@ def _requiring(parameters: Sequence[Tensor], is_required: bool) -> Iterator[None
     finally:
         for parameter in changed:
             parameter.requires_grad_(not is_required)
+
+
+def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient
 
 
 def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:

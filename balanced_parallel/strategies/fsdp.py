@@ -111,6 +111,12 @@ class ShardedModel(RankModel):
             for name, parameter in module.named_parameters()
         }
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Changes nothing: the backward of each micro-batch reduces its gradients, whose sum is the
+        same, and no rank keeps whole gradients.
+        """
+        return contextlib.nullcontext()
+
     def forward_without_rows(self) -> Tensor:
         """Takes part in a forward of the other ranks. Returns a zero for the backward."""
         outputs = self._run(None, None, 0)
@@ -353,7 +359,7 @@ class _FSDPUpdate(RankUpdate):
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         if not has_begun:
             collectives.tell_failure(error, self._group)
-        elif self._model.outputs is not None:  # Otherwise the others wait in a block.
+        elif self._model.outputs is not None:  # The others do not wait in a block.
             self._run_forwards(is_single=is_single)
             collectives.tell_failure(error)
 

@@ -5,7 +5,7 @@ The strategy is replicas in one process, ``DistributedDataParallel`` or FSDP2 ov
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, NamedTuple, NoReturn, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ class RankModule(NamedTuple):
 
     module: nn.Module
     criterion: DataParallelCriterion | None
-    device: torch.device  # of this rank
+    device: torch.device  # the one of this rank
     environment: TorchrunEnvironment
     mesh: DeviceMesh | None
     settings: RowSettings
@@ -200,7 +200,20 @@ def parallelize(
         collectives.share_batches(group_of(mesh, strategy))
         on_rank = RankModule(module, wrapped, device, environment, mesh, settings)
         model = _rank_model(on_rank, strategy)
-    return model if wrapped is None else (model, wrapped)
+    return model if wrapped is None else _Pair((model, wrapped))
+
+
+class _Pair(tuple[ParallelModel, DataParallelCriterion]):
+    """A model and a criterion. Used as a model, it says that it is both."""
+
+    def __call__(self, *arguments: object, **kwargs: object) -> NoReturn:
+        raise TypeError(_BOTH)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{_BOTH}, before .{name}")
+
+
+_BOTH = "parallelize was given a criterion and returned a pair, expected model, criterion = parallelize(...)"
 
 
 def _rank_model(on_rank: RankModule, strategy: str) -> ParallelModel:

@@ -24,10 +24,11 @@ from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.rows import ParallelModel, Shard, count_rows, move_arguments, move_leaves, take
 from ..loss.criterion import DataParallelCriterion
+from ..loss.means import SumName, compare_names, digest_names
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
-from ..replicas.module_tree import numbers_of
+from ..replicas.module_tree import copy_state, numbers_of
 from ..replicas.replicas import without_trace
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import OnCollective, gather_objects, refuse_renorm
@@ -185,6 +186,10 @@ class RankModel(ParallelModel):
     ) -> PerReplica:
         raise NotImplementedError
 
+    def copy_state(self) -> Callable[[], None]:
+        """Copies buffers and numbers of the module. Returns a function that puts them back."""
+        return copy_state(self.module)
+
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
         """Runs rows on this rank. All ranks call this."""
         return self._watched_run(method, arguments, rows, in_step=True)
@@ -299,6 +304,9 @@ class RankReport(NamedTuple):
     weight: float = 0.0
     digest: float = 0.0  # The settings.
     square: float = 0.0  # The square of the digest.
+    formulas: float = 0.0  # Ranks with a formula of the loss: their number is that of a digest.
+    formula: float = 0.0
+    formula_square: float = 0.0
     # Numbers of ranks follow.
     has_rows: float = 0.0
     writes: float = 0.0  # Ranks with a forward that writes to parameters.
@@ -364,7 +372,7 @@ class GradientRecord:
             forget_gradients([parameter for parameter, count in counted if not count])
 
 
-_records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()  # Those of all models.
+_records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()  # The records of all models.
 
 
 class RankUpdate(UpdateSync):
@@ -411,11 +419,17 @@ class RankUpdate(UpdateSync):
             if {*map(id, trained)} - {*map(id, self._record.parameters)}:
                 self._model.refuse_late_parameters()
         total = torch.empty_like(local.total)  # Nothing is allocated after the agreement.
-        sums = self.agree(RankReport(*read().tolist(), *present.digest()))
+        names: list[SumName] = list(local.terms or ())
+        form = digest_names(names) if names else ()
+        sums = self.agree(RankReport(*read().tolist(), *present.digest(), *form))
         self._unshared = sums.has_rows, sums.writes
         self._model.share_buffers(*self._unshared)
         self._unshared = None
         present.check(sums.digest, sums.square)
+        if sums.formulas * sums.formula_square != sums.formula**2:
+            by_rank = [*filter(None, gather_objects(names, self._record.group))]
+            for each in by_rank:
+                compare_names(by_rank[0], each)
         self._has_agreed = True
         if sums.has_unused:
             self._record.forget_unused()

@@ -278,7 +278,7 @@ def _warn_of_others(optimizer: Optimizer, claim: Claim) -> None:
             "a backward or clipping has written to gradients since the last step of their optimizer, and this update drops them, "
             "expected none: return the sum of the losses from one criterion, or run all backwards by hand; else call "
             "optimizer.zero_grad() before step(...)",
-            stacklevel=7,
+            stacklevel=8,
         )
 
 

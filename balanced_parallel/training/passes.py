@@ -120,6 +120,13 @@ class TwoPasses(Attempt):
                 yield
                 for _ in self.sync.forwards_without_rows(is_reduced=False):
                     pass
+        except RuntimeError as error:
+            if "does not require grad" in str(error):
+                error.add_note(
+                    "the loss takes two forwards, and the first has no graph: put torch.autograd.grad and what it differentiates "
+                    "into a block of torch.enable_grad()"
+                )
+            raise
         finally:
             self._before.restore()
         if writes := explain_writes(recorded):

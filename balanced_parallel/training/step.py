@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,9 @@ from ..batch.outputs import PerReplica, join_outputs
 from ..batch.rows import Batch, Cut, ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans, merge_logged
-from ..loss.kinds import SEVERAL, Kind
+from ..loss.kinds import Kind
 from ..loss.means import ChangedLossError
+from ..loss.validation import SEVERAL
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import window
 from ..runtime import collectives
@@ -39,6 +40,7 @@ from ..runtime.torch_private import (
 from ..runtime.values import (
     Precision,
     PrecisionName,
+    SaysInstead,
     check_cost,
     check_type,
     naming_arguments,
@@ -66,16 +68,6 @@ if TYPE_CHECKING:
 Surround = Callable[[], AbstractContextManager[object]]
 
 
-# Calls of a loop by hand, and their replacements.
-_INSTEAD = {
-    "backward": "step(inputs, targets) runs the backward, and updates",
-    "eval": "call model.eval()",
-    "step": "step(inputs, targets) updates",
-    "train": "call model.train()",
-    "zero_grad": "leave it out, since each update begins without gradients",
-}
-
-
 def _check_norm(name: str, norm: object) -> None:
     is_positive = isinstance(norm, (int, float)) and norm > 0
     if norm is True or not (norm is None or is_positive):
@@ -91,7 +83,7 @@ def _check_surround(name: str, surround: object) -> None:
         )
 
 
-class TrainStep:
+class TrainStep(SaysInstead):
     """Trains on one effective batch per call, in micro-batches, with the loss and the gradients of
     the whole batch.
 
@@ -148,6 +140,15 @@ class TrainStep:
         torch.Size([])
     """
 
+    instead: ClassVar[Mapping[str, str]] = {
+        "backward": "step(inputs, targets) runs the backward, and updates",
+        "eval": "call model.eval()",
+        "parameters": "call model.parameters()",
+        "step": "step(inputs, targets) updates",
+        "to": "move the module before it is wrapped",
+        "train": "call model.train()",
+        "zero_grad": "leave it out, since each update begins without gradients",
+    }
     model: ParallelModel = setting()
     criterion: DataParallelCriterion = setting()
     precision: Precision = setting()
@@ -176,6 +177,8 @@ class TrainStep:
         _check_arguments(criterion, micro_batch_size, cut, reproducible)
         self._strategy = gradient_sync(model, criterion)
         self.model = cast(ParallelModel, model)
+        # State of an optimizer is loaded to where its parameters are.
+        criterion.to(self.model.devices[0])
         self.reproducible = reproducible
         devices = [*self.model.devices, *(criterion.devices or ())]
         # Forwards without a graph are undone.
@@ -235,14 +238,6 @@ class TrainStep:
             ParameterUpdate(each_optimizer(optimizer), self._trained), each_scheduler(scheduler)
         )
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> object:
-            """Raises ``AttributeError``, which says what replaces a call of a loop by hand."""
-            if name in _INSTEAD:
-                raise AttributeError(f"a TrainStep has no {name}(): {_INSTEAD[name]}")
-            return object.__getattribute__(self, name)
-
     def __repr__(self) -> str:
         """Returns a line for the model, the criterion and the optimizers, and one for each setting."""
         devices = ", ".join(map(str, self.model.devices))
@@ -269,6 +264,7 @@ class TrainStep:
     def __call__(
         self, inputs: Any, targets: Any = (), *, return_outputs: Literal[True]
     ) -> tuple[Tensor, PerReplica]: ...
+    @naming_arguments
     def __call__(
         self, inputs: Any, targets: Any = (), *, return_outputs: bool = False
     ) -> Tensor | tuple[Tensor, PerReplica]:
@@ -296,14 +292,12 @@ class TrainStep:
                 loss = self._apply(update, hooks)
         except ChangedLossError:
             # Ranks would have to agree that they run the update again.
-            if self._has_ranks:
-                raise
-            self._kind = self._first_kind()
-            if not is_only:
+            if self._has_ranks or not is_only or not self._forwards.is_undone:
                 raise
             return self(inputs, targets, return_outputs=return_outputs)  # type: ignore[call-overload,no-any-return]
         return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
 
+    @naming_arguments
     def add(self, inputs: Any, targets: Any = ()) -> None:
         """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`.
 
@@ -315,6 +309,7 @@ class TrainStep:
             update.add(run)
             update.optimizers.note_gradients()
 
+    @naming_arguments
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
         with self._updating(is_last=True) as (update, hooks):
@@ -384,6 +379,8 @@ class TrainStep:
                 self._forwards.undo()
                 if self._has_ranks:
                     collectives.explain_timeout(error)
+                elif isinstance(error, ChangedLossError):
+                    self._kind = self._first_kind()
                 if update.has_parted:  # The other ranks learn of it in the next reduction.
                     failure = f"failed with {type(error).__name__}: {error}"
                     self._last = self._last._replace(failure=failure)
@@ -453,7 +450,7 @@ class TrainStep:
                 if update.has_rows
                 else "no rows were added before apply()"
             )
-            warnings.warn(f"{cause}: nothing is updated, and its loss is nan", stacklevel=3)
+            warnings.warn(f"{cause}: nothing is updated, and its loss is nan", stacklevel=4)
             return reduced.loss
         try:
             with (
@@ -537,10 +534,7 @@ class TrainStep:
         Raises:
             RuntimeError: rows were added and not applied.
         """
-        if self._update is not None:
-            raise RuntimeError(
-                "rows were added that are not in an update yet, expected apply() before state_dict()"
-            )
+        self._refuse_added("state_dict()")
         return {
             **self._state().save(),
             "weight_before": self._weight_before,
@@ -558,8 +552,9 @@ class TrainStep:
         Raises:
             ValueError: optimizers or schedulers of another number or class or with other
                 parameters, or not a whole state.
-            RuntimeError: the module has other parameters.
+            RuntimeError: the module has other parameters, or rows were added and not applied.
         """
+        self._refuse_added("load_state_dict()")
         self.check_state_dict(state_dict)
         self._state().load(state_dict)
         saved = state_dict.get("bits")
@@ -576,6 +571,13 @@ class TrainStep:
         self._loaded = self._updates = state_dict.get("updates", 0)
         if self._is_auto:  # a number given by hand stays, and rows are not a cost
             self._limit.set(self._limit.unit, state_dict["limit"].get(self._limit.unit))
+
+    def _refuse_added(self, call: str) -> None:
+        """Raises ``RuntimeError`` for rows that are not in an update yet."""
+        if self._update is not None:
+            raise RuntimeError(
+                f"rows were added that are not in an update yet, expected apply() before {call}"
+            )
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raises the errors of :meth:`load_state_dict`, without changing anything."""
@@ -624,7 +626,7 @@ def _warn_of_hooks(model: ParallelModel) -> None:
         warnings.warn(
             f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, "
             "expected a hook that changes nothing, or one of a parameter, called once per update (docs/limits.md)",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

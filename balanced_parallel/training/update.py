@@ -44,7 +44,7 @@ from ..loss.copies import Calls
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
-from ..loss.means import refuse_formulas
+from ..loss.means import SumName, compare_names
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure
@@ -205,6 +205,7 @@ class Forwards:
         self._prepare = prepare
         state = ForwardState(model.module, criterion.module)
         self.state = None if state.is_empty else state
+        self.is_undone = True
 
     def mark(self, inputs: Any, targets: Any) -> tuple[Arguments, Arguments, tuple[int, int]]:
         """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
@@ -233,7 +234,11 @@ class Forwards:
         return run
 
     def undo(self) -> None:
-        """Puts back what the forwards of an update that has failed have advanced."""
+        """Puts back what the forwards of an update that has failed have advanced.
+
+        ``is_undone`` tells whether an update of a single forward has advanced nothing.
+        """
+        self.is_undone = self.state is None or self.state.is_open
         if self.state is not None:
             self.state.undo()
 
@@ -340,7 +345,8 @@ class Accumulation(Attempt):
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # All gradients of this update are divided by it.
         self._logged: list[LoggedMeans] = []
-        self._formula = ""  # The formula of the losses, if a criterion is a function of sums.
+        # The sums of the losses have these names, if a criterion is a function of sums.
+        self._names: list[SumName] = []
         if forwards.state is not None:
             forwards.state.reset()
 
@@ -412,7 +418,8 @@ class Accumulation(Attempt):
             self._backward([LossSum(zero, 0.0) for zero in zeros], 0, is_last=True)
         if self.forwards.state is not None:
             self.forwards.state.finish()
-        whole = self.sync.finish(LossSum(self._total, self._weight), settings)
+        terms: dict[SumName, Any] = dict.fromkeys(self._names)
+        whole = self.sync.finish(LossSum(self._total, self._weight, terms), settings)
         if self.forwards.state is not None:
             self.forwards.state.reset()  # Nothing stays in memory.
         kind = self.kind.learned(self.forwards.copies)
@@ -458,11 +465,10 @@ class Accumulation(Attempt):
             self._total = self._total + move(term.total.detach(), self._device)
             if term.logged:
                 self._logged.append(term.logged)
-            if term.terms:  # All sums of a shard have the same text.
-                text = next(iter(term.terms)).text
-                self._formula = self._formula or text
-                if text != self._formula:
-                    refuse_formulas(self._formula, text)
+            if term.terms:
+                names = [*term.terms]
+                self._names = self._names or names
+                compare_names(self._names, names)
         weight = _sum(weights, self._device)
         self._add_weight(weight)
         if self._divisor is None:
@@ -529,21 +535,21 @@ class Arithmetic:
         return {}
 
 
+@dataclass
 class Update:
     """One update in progress, from its first rows to the step of the optimizers."""
 
-    def __init__(self, work: Work, optimizers: ParameterUpdate) -> None:
-        self.optimizers = optimizers
-        self.has_rows = False  # batches were added
-        self.has_parted = False  # It has failed here, and other ranks have made it.
-        self._work: Work | None = work  # None after it has finished: optimizers may need its memory
-        self._discard = work.discard
+    work: Work | None  # None after it has finished: optimizers may need its memory
+    optimizers: ParameterUpdate
+    sync: UpdateSync | None = None  # The synchronisation of work which has finished.
+    has_rows: bool = False  # batches were added
+    has_parted: bool = False  # It has failed here, and other ranks have made it.
 
     def add(self, run: BatchRun) -> None:
         """Adds a batch."""
-        assert self._work is not None
+        assert self.work is not None
         try:
-            self._work.add(run)
+            self.work.add(run)
         except torch.OutOfMemoryError as error:
             error.add_note(
                 "expected less memory at a time: TrainStep(..., micro_batch_size='auto') runs a batch again in smaller pieces"
@@ -553,10 +559,10 @@ class Update:
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients. All ranks call this."""
-        assert self._work is not None
-        reduced = self._work.finish(settings)
-        self._work = None
-        self._discard = reduced.sync.discard
+        assert self.work is not None
+        reduced = self.work.finish(settings)
+        self.work = None
+        self.sync = reduced.sync
         return reduced
 
     @contextlib.contextmanager
@@ -571,13 +577,14 @@ class Update:
                 self.optimizers.check_gradients()
             yield
         except BaseException as error:
-            if had_rows and self._work is not None:
+            if had_rows and self.work is not None:
                 error.add_note(
                     "the rows that were added since the last update are dropped: add them again before apply()"
                 )
             # Ranks that have ended cannot be told.
             with contextlib.suppress(RuntimeError):
-                self.has_parted = self._discard(error)
+                failed = self.work or self.sync
+                self.has_parted = failed.discard(error) if failed else False
             self.optimizers.forget_gradients()
             raise
 

@@ -162,7 +162,13 @@ ROWS = [
     Row("R", "GPT-2, 2 x 16, AdamW", 2506.73664e6 / MIB, models.gpt2),
     Row("R", "BERT, 2 x 16, AdamW", 2195.345408e6 / MIB, models.bert_base),
     *[
-        Row("S", f"BERT in float16, {rows} x {length}", size * 1e6 / MIB, functools.partial(models.bert_half, rows, length))
+        Row(
+            "S",
+            f"BERT in float16, {rows} x {length}",
+            size * 1e6 / MIB,
+            functools.partial(models.bert_half, rows, length),
+            "see below",
+        )
         for (rows, length), size in _BERT.items()
     ],
     Row("R'", "GPT-2, 2 x 16, AdamW", 2894.06976e6 / MIB, models.gpt2),

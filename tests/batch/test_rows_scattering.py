@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.steps import still_step
 from helpers.traffic import NAMES, devices_of
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -163,19 +165,15 @@ def test_an_empty_list_goes_to_every_replica():
 
     net, x = Hints(2, 3), torch.randn(7, 2)
     model = DataParallelModel(net, CPUS)
-    torch.testing.assert_close(
-        gather(model(x, [], extra={"hints": []})), net(x, [], extra={"hints": []})
-    )
+    assert_close(gather(model(x, [], extra={"hints": []})), net(x, [], extra={"hints": []}))
 
     criterion = DataParallelCriterion(
         lambda output, target, names: torch.nn.functional.mse_loss(output, target) + len(names)
     )
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     step, target = TrainStep(model, criterion, optimizer, micro_batch_size=1), torch.randn(7, 3)
     expected = torch.nn.functional.mse_loss(net(x, [], extra={"hints": []}), target).detach()
-    torch.testing.assert_close(
-        step({"x": x, "hints": [], "extra": {"hints": []}}, (target, [])), expected
-    )
+    assert_close(step({"x": x, "hints": [], "extra": {"hints": []}}, (target, [])), expected)
 
 
 class Pair(NamedTuple):

@@ -5,6 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
 from torch import nn
@@ -206,7 +207,7 @@ def losses_of(rank):
     net, targets = build_net().double(), class_targets(20, ignored=6)
     inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double()
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.5))
+    step = TrainStep(model, criterion, sgd(model, lr=0.5))
     sampler = BalancedBatchSampler(LENGTHS[:20], 8, seed=0)
     losses = []
     for rows in sampler:

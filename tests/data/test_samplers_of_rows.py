@@ -5,6 +5,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
 from torch import nn
@@ -225,7 +226,7 @@ def losses_of(rank):
     net, targets = build_net().double(), class_targets(ROWS, ignored=6)
     inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0)).double()
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.5))
+    step = TrainStep(model, criterion, sgd(model, lr=0.5))
     torch.manual_seed(rank)
     sampler = RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS), 6, seed=0)
     losses = []
@@ -237,7 +238,7 @@ def losses_of(rank):
 
 def fail_with_weights_of(rank):
     model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.5))
+    step = TrainStep(model, criterion, sgd(model, lr=0.5))
     sampler = RankBatchSampler(
         WeightedRandomSampler([*range(1 + 9 * rank, ROWS + 1 + 9 * rank)], ROWS), 6, seed=0
     )

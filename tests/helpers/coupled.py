@@ -6,6 +6,7 @@ from helpers.fsdp import whole
 from helpers.optimizers import sgd
 from helpers.problems import CLASSES, build_net
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
@@ -142,11 +143,11 @@ def _update(model, criterion, batch, micro_batch_size, adds):
 
 def assert_same_update(found, expected):
     """Compares losses and gradients. Missing ones of parameters that are frozen do not count."""
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
+    assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
     assert set(found[1]) == set(expected[1])
     for name, gradient in found[1].items():
         if gradient is not None:
-            torch.testing.assert_close(
+            assert_close(
                 gradient,
                 expected[1][name],
                 rtol=1e-10,

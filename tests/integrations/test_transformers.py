@@ -218,7 +218,7 @@ class SometimesTwoMeans(BalancedTrainer):
 
 
 def test_another_number_of_means_is_refused():
-    with pytest.raises(ValueError, match="different counts, and had one in the first batch"):
+    with pytest.raises(ValueError, match="different counts, and had one in the batches before"):
         train(make_trainer("classes", make_arguments(), SometimesTwoMeans))
 
 

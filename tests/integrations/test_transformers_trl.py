@@ -7,6 +7,8 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 
+from balanced_parallel import simulate
+
 pytestmark = [
     pytest.mark.libraries,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -249,6 +251,27 @@ def test_ranks_with_completions_of_their_own(case):
     """Ranks draw other completions than one device. Losses of TRL are right if all rows have the same weight."""
     for expected, result in run_ranks(2, run_both, case, fresh=True):
         compare(result, expected)
+
+
+def test_a_model_of_reference_that_follows_on_distinct_devices():
+    """TRL mixes the weights of the model into those of ``ref_model`` after each update, with ``.data``."""
+    synced = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.4}
+    case = functools.partial(dpo, **synced)
+    whole = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 13}
+    expected = run(case, evaluates=True, is_exact=False, **whole)
+    with simulate(3):
+        compare(run(case, evaluates=True, devices=range(3)), expected)
+    constant, _ = run(dpo, evaluates=False, is_exact=False, **whole)
+    assert abs(constant[-1][1] / expected[0][-1][1] - 1) > 0.01
+
+
+def test_a_model_of_reference_in_bf16_keeps_the_forward_that_trl_gives_it():
+    """accelerate puts autocast around it, and takes both away if it is asked for the model without autocast."""
+    expected, _ = run(
+        dpo, evaluates=False, is_exact=False, per_device_train_batch_size=6, bf16=True
+    )
+    result, _ = run(dpo, evaluates=False, devices=THREE, bf16=True)
+    torch.testing.assert_close(torch.tensor(result), torch.tensor(expected), rtol=0.05, atol=0.01)
 
 
 def test_micro_batches_of_trl_differ():

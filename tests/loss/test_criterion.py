@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers.loops import CPUS, Calls
 from helpers.problems import assert_exact, build_net, class_targets
 from torch import nn
+from torch.testing import assert_close
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, gather
@@ -73,9 +74,7 @@ def test_reduction_none_returns_losses_for_gather():
     ):
         losses = DataParallelCriterion(criterion)(DataParallelModel(net, CPUS)(x), target)
         assert [len(loss) for loss in losses] == [3, 2, 2]
-        torch.testing.assert_close(
-            gather(losses), F.cross_entropy(net(x), target, reduction="none")
-        )
+        assert_close(gather(losses), F.cross_entropy(net(x), target, reduction="none"))
 
 
 def test_flattened_targets_and_outputs_equal_the_plain_program():
@@ -85,9 +84,9 @@ def test_flattened_targets_and_outputs_equal_the_plain_program():
     flat = DataParallelModel(shaped(lambda out: out.flatten(0, 1)), CPUS)
     deep = DataParallelModel(shaped(lambda out: out.transpose(1, 2)), CPUS)
     expected = F.cross_entropy(flat.module(x), target.flatten())
-    torch.testing.assert_close(criterion(flat(x), target.flatten()), expected)
-    torch.testing.assert_close(criterion(list(flat(x)), target.flatten()), expected)
-    torch.testing.assert_close(criterion(deep(x), target), expected)
+    assert_close(criterion(flat(x), target.flatten()), expected)
+    assert_close(criterion(list(flat(x)), target.flatten()), expected)
+    assert_close(criterion(deep(x), target), expected)
     with pytest.raises(ValueError, match="the targets have 4 rows, but the inputs have 5"):
         criterion(deep(x), target[:4])
 
@@ -123,7 +122,7 @@ def test_class_weights_in_half_precision_keep_their_dtype():
     output, target = torch.randn(7, 5).half(), class_targets(7, 2)
     criterion = nn.CrossEntropyLoss(weight=torch.rand(5).half())
     found = DataParallelCriterion(criterion)([output[:4], output[4:]], target)
-    torch.testing.assert_close(found, criterion(output, target).float(), rtol=2e-3, atol=0)
+    assert_close(found, criterion(output, target).float(), rtol=2e-3, atol=0)
 
 
 def test_precision_sets_autocast_in_all_replicas():
@@ -185,6 +184,4 @@ def test_a_linear_cross_entropy_ignores_labels_by_default():
         torch.tensor([0, 1, -100, 2, -100, 3]),
     )
     outputs = PerReplica(rows.split(3), [3, 3])
-    torch.testing.assert_close(
-        DataParallelCriterion(criterion)(outputs, target), criterion(rows, target)
-    )
+    assert_close(DataParallelCriterion(criterion)(outputs, target), criterion(rows, target))

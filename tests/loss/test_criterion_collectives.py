@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, plain_program, whole_gradients
 from helpers.ranks import run_ranks
 from torch import nn
@@ -79,7 +80,7 @@ def check_equal(rank, way, strategy, by_hand):
 def make_step(criterion, net=None, strategy="ddp", **settings):
     """Returns a step that does not change the parameters."""
     model, criterion = parallelize(net or nn.Linear(4, 3).double(), criterion, strategy=strategy)
-    return TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), **settings)
+    return TrainStep(model, criterion, sgd(model, lr=0.0), **settings)
 
 
 def run(step, by_hand, inputs, targets):

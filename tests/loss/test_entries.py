@@ -6,9 +6,11 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.problems import build_net, class_targets
 from helpers.ranks import on_ranks
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -169,7 +171,7 @@ def plain(case):
     """Returns losses, values to log and parameters of the plain program."""
     criterion, _, pick, names = CASES[case]
     net = build_net().double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     losses, values = [], []
     for number in range(UPDATES):
         inputs, targets = batch(number)
@@ -187,7 +189,7 @@ def check(case, wrap, rows=slice(None), in_parts=False, **settings):
     criterion, arguments, _, names = CASES[case]
     net = build_net().double()
     model, criterion = wrap(net, DataParallelCriterion(criterion, **arguments))
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    step = TrainStep(model, criterion, sgd(model), **settings)
     losses, values, parameters = plain(case)
     for number in range(UPDATES):
         inputs, targets = (
@@ -206,7 +208,7 @@ def check(case, wrap, rows=slice(None), in_parts=False, **settings):
     assert "lr" not in metrics
     for parameter, expected in zip(model.module.parameters(), parameters, strict=True):
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        torch.testing.assert_close(whole.detach().cpu(), expected, rtol=1e-10, atol=1e-12)
+        assert_close(whole.detach().cpu(), expected, rtol=1e-10, atol=1e-12)
 
 
 def replicas(devices):
@@ -265,13 +267,13 @@ def test_a_loop_by_hand_gets_the_same_structure(case):
     assert isinstance(result, dict if hasattr(expected, "loss") else type(expected))
     assert pick(result).item() == pytest.approx(pick(expected).item(), rel=1e-12)
     gradients = [torch.autograd.grad(pick(value), net.parameters()) for value in (result, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
 def test_functions_of_sums_to_log_take_no_second_pass():
     net, (inputs, targets) = build_net().double(), batch(0)
     criterion = DataParallelCriterion(accuracy_without_a_graph)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     step = TrainStep(DataParallelModel(net, ["cpu"] * 2), criterion, optimizer, micro_batch_size=2)
     forwards = []
     net.register_forward_hook(lambda *_: forwards.append(1))
@@ -308,7 +310,7 @@ def test_a_total_without_the_name_of_the_loss_is_an_error(criterion, text, setti
     step = TrainStep(
         model,
         DataParallelCriterion(criterion),
-        torch.optim.SGD(net.parameters(), lr=0.1),
+        sgd(net),
         **settings,
     )
     with pytest.raises(
@@ -330,7 +332,7 @@ def test_an_unknown_value_does_not_stop_a_step_and_is_never_a_mean_of_means(sett
     net, (inputs, targets) = build_net().double(), batch(0)
     model = DataParallelModel(net, ["cpu"] * 3)
     criterion = DataParallelCriterion(with_an_unknown_value)
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), **settings)
+    step = TrainStep(model, criterion, sgd(net, lr=0.0), **settings)
     for _ in range(3):
         expected = F.cross_entropy(net(inputs), targets).item()
         assert step(inputs, targets).item() == pytest.approx(expected, rel=1e-12)
@@ -370,7 +372,7 @@ def test_a_constant_to_log_is_not_that_of_one_shard(devices):
     net, (inputs, targets) = build_net().double(), batch(0)
     model = DataParallelModel(net, ["cpu"] * devices)
     criterion = DataParallelCriterion(with_a_constant)
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0))
+    step = TrainStep(model, criterion, sgd(net, lr=0.0))
     for _ in range(3):
         expected = F.cross_entropy(net(inputs), targets).item()
         assert step(inputs, targets).item() == pytest.approx(expected, rel=1e-12)
@@ -378,3 +380,45 @@ def test_a_constant_to_log_is_not_that_of_one_shard(devices):
             step.metrics()
     with pytest.raises(ValueError, match=r"the loss\['rows'\] of .* is not a function of sums"):
         criterion(model(inputs), targets)
+
+
+def test_verify_takes_the_loss_as_a_step_does():
+    net, (inputs, targets) = build_net().double(), batch(0)
+    report = verify(net, total_and_parts, inputs, targets, device_ids=["cpu"] * 3)
+    assert report.equal, report
+
+
+def test_a_loss_with_other_tensors_is_a_loss_alone():
+    head = nn.AdaptiveLogSoftmaxWithLoss(4, 10, [5]).double()
+    loss = DataParallelCriterion(head)(
+        DataParallelModel(nn.Identity(), ["cpu"] * 2)(batch(0)[0]), class_targets(ROWS)
+    )
+    assert loss.shape == ()
+
+
+def test_a_value_of_a_batch_that_is_not_split_needs_no_rule():
+    net, (inputs, targets) = build_net().double(), batch(0)
+    model = DataParallelModel(net, ["cpu"])
+    result = DataParallelCriterion(with_an_unknown_value)(model(inputs), targets)
+    assert result["largest"].item() == pytest.approx(net(inputs).square().amax().item())
+    step = TrainStep(
+        model,
+        DataParallelCriterion(with_an_unknown_value),
+        sgd(net, lr=0.0),
+    )
+    step(inputs, targets)
+    assert step.metrics()["largest"] == pytest.approx(result["largest"].item())
+
+
+def test_the_plain_loss_of_several_terms_is_their_sum():
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+
+    def loss(result):
+        return plain_loss(lambda output: result, None, ())
+
+    assert loss(one) is one
+    assert torch.equal(loss(Named(one, two)), two)
+    assert loss((one, two)) == 3
+    assert loss({"a": one, "b": {"c": two}}) == 3
+    with pytest.raises(TypeError, match="type str, expected a tensor with one element"):
+        loss("x")

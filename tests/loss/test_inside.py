@@ -7,10 +7,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import assert_same_gradients, gradients
+from helpers.optimizers import sgd
+from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import pairs
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -97,7 +99,7 @@ def problem(more):
 def expected_of(more, updates=3):
     """Returns the losses of the plain program, and its parameters after some updates."""
     net, tokens, labels = problem(more)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     losses = []
     for _ in range(updates):
         optimizer.zero_grad()
@@ -134,11 +136,11 @@ def test_the_loss_of_a_model_is_exact(more, way, devices):
     with simulate(3) as simulated:
         cpus = None if devices is None else ["cpu"] * devices
         model = DataParallelModel(net, cpus or [*map(str, simulated.devices)])
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = sgd(net)
         criterion = DataParallelCriterion(loss_inside)
         assert train(model, criterion, optimizer, tuple(inputs), way) == pytest.approx(losses)
         for found, expected in zip(net.parameters(), parameters, strict=True):
-            torch.testing.assert_close(found.cpu(), expected, rtol=1e-10, atol=1e-10)
+            assert_equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_the_loss_of_a_model_is_exact(more, way, devices):
 def test_a_loss_whose_rows_depend_on_each_other_is_refused(more, way, devices):
     net, *inputs = problem(more)
     model = DataParallelModel(net, ["cpu"] * devices)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     with pytest.raises(UnknownMeanError, match="add up|not a function of sums"):
         train(model, DataParallelCriterion(loss_inside), optimizer, tuple(inputs), way)
 
@@ -156,7 +158,7 @@ def test_an_operation_without_a_graph_is_exact_by_hand_and_refused_in_two_passes
     losses, _ = expected_of("no graph")
     net, *inputs = problem("no graph")
     model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     assert train(model, criterion, optimizer, tuple(inputs), "by hand") == pytest.approx(losses)
     with pytest.raises(UnknownMeanError, match=r"torch.no_grad\(\) block in the model's forward"):
         train(model, DataParallelCriterion(loss_inside), optimizer, tuple(inputs), 2)
@@ -167,7 +169,7 @@ def updates_on_ranks(rank, more, sizes, way, strategy):
     net, *inputs = problem(more)
     model, criterion = parallelize(net, loss_inside, ["cpu"], strategy=strategy)
     rows = tuple(tensor.split(sizes)[rank] for tensor in inputs)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     losses = train(model, criterion, optimizer, rows, way)
     whole = [getattr(each, "full_tensor", each.detach)() for each in model.parameters()]
     return losses, [each.detach() for each in whole]
@@ -187,7 +189,7 @@ def test_the_loss_of_a_model_is_exact_on_ranks(more, sizes, way, strategy):
     for found, whole in run_ranks(2, updates_on_ranks, more, sizes, way, strategy):
         assert found == pytest.approx(losses)
         for parameter, expected in zip(whole, parameters, strict=True):
-            torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-10)
+            assert_equal(parameter, expected)
 
 
 def refusal_on_ranks(rank, more, sizes, way, strategy):
@@ -223,7 +225,7 @@ def test_the_first_forward_by_hand_runs_again_and_leaves_no_trace():
     criterion(model(*inputs))
     assert torch.equal(torch.get_rng_state(), random)
     assert len(net.forwards) == 2
-    torch.testing.assert_close(net.norm.running_mean, plain.norm.running_mean)
+    assert_close(net.norm.running_mean, plain.norm.running_mean)
     assert net.norm.num_batches_tracked == 1
     criterion(model(*inputs))
     assert len(net.forwards) == 3
@@ -273,7 +275,7 @@ def test_two_forwards_come_before_the_first_loss():
         first, second = model(*inputs), model(*others)
         loss = criterion(first) + criterion(second) ** 2
         loss.backward()
-        torch.testing.assert_close(loss, expected)
+        assert_close(loss, expected)
         assert_same_gradients(gradients(net), gradients_of_both)
 
 
@@ -299,7 +301,7 @@ def test_a_function_of_the_loss_inside_is_exact():
     criterion = DataParallelCriterion(lambda output: output.loss.exp())
     found = criterion(model(*inputs))
     found.backward()
-    torch.testing.assert_close(found, loss)
+    assert_close(found, loss)
     assert_same_gradients(gradients(net), expected)
 
 
@@ -334,7 +336,7 @@ def test_a_model_that_draws_random_numbers_has_a_loss_of_its_rows(size):
         step = TrainStep(
             DataParallelModel(copied, ["cpu"] * devices),
             DataParallelCriterion(lambda loss: loss),
-            torch.optim.SGD(copied.parameters(), lr=0.1),
+            sgd(copied),
             micro_batch_size=rows,
             reproducible=True,
         )
@@ -360,7 +362,7 @@ def test_a_loss_may_converge_to_rounding_errors():
     step = TrainStep(
         DataParallelModel(net, ["cpu"] * 2),
         DataParallelCriterion(lambda loss: loss),
-        torch.optim.SGD(net.parameters(), lr=0.1),
+        sgd(net),
     )
     losses = [step((inputs, targets)).item() for _ in range(140)]
     assert losses[-1] < 1e-20 < losses[0]
@@ -394,7 +396,7 @@ def test_a_model_without_a_loss_is_not_noted_for_long():
     criterion = DataParallelCriterion(lambda output, scale: (output * scale).square().mean())
     net.forwards.clear()
     for forwards in (2, 3, 4):
-        torch.testing.assert_close(criterion(model(inputs)), expected)
+        assert_close(criterion(model(inputs)), expected)
         assert len(net.forwards) == forwards
     assert not any(model(inputs).notes)
 
@@ -415,7 +417,7 @@ def test_the_loss_of_a_compiled_model_is_refused():
     step = TrainStep(
         model,
         DataParallelCriterion(loss_inside),
-        torch.optim.SGD(net.parameters(), lr=0.1),
+        sgd(net),
     )
     with pytest.raises(UnknownMeanError, match="without torch.compile"):
         step(tuple(inputs))
@@ -445,7 +447,7 @@ def test_targets_beside_a_loss_of_the_model_are_refused():
 def test_a_model_can_be_copied_after_its_loss_was_noted(way):
     net, *inputs = problem("root")
     model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    optimizer = sgd(net, lr=0.0)
     losses = train(model, criterion, optimizer, tuple(inputs), way, updates=1)
     for copied in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
         assert criterion(copied(*inputs)).item() == pytest.approx(losses[0])

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from helpers.problems import build_net
 from helpers.steps import still_step
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
@@ -170,7 +171,7 @@ def test_a_criterion_that_changes_after_some_batches_is_compared_again(
         else (lambda: step(inputs, values))
     )
     for _ in range(before):
-        torch.testing.assert_close(run(), criterion.module(net(inputs), values), check_dtype=False)
+        assert_close(run(), criterion.module(net(inputs), values), check_dtype=False)
     criterion.module.has_begun = True
     with pytest.raises(
         ValueError, match=r"does not add up over the rows|have different counts|for some rows"
@@ -184,9 +185,7 @@ def test_terms_that_begin_later_and_add_up_are_exact():
     model = DataParallelModel(build_net(), ["cpu"] * 3)
     for number in range(6):
         later.has_begun = number % 2 == 1
-        torch.testing.assert_close(
-            criterion(model(inputs), values), later(model.module(inputs), values)
-        )
+        assert_close(criterion(model(inputs), values), later(model.module(inputs), values))
 
 
 def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DiceLoss, JaccardLoss, TverskyLoss
 
@@ -41,11 +42,11 @@ def test_overlaps_equal_the_counts_of_class_indices_and_of_binary_targets(criter
     predicted, target = torch.randint(CLASSES, (5, 3, 6)), torch.randint(CLASSES, (5, 3, 6))
     target[0, :, :4] = -100
     found = criterion(certain_logits(predicted), target)
-    torch.testing.assert_close(found, by_counts(predicted, target, formula), rtol=1e-6, atol=0)
+    assert_close(found, by_counts(predicted, target, formula), rtol=1e-6, atol=0)
     predicted, target = torch.rand(7, 9) > 0.5, torch.rand(7, 9) > 0.3
     counts = (predicted & target).sum(), (predicted & ~target).sum(), (~predicted & target).sum()
     found = criterion(200.0 * predicted.double() - 100, target.double())
-    torch.testing.assert_close(found, 1 - formula(*counts).double(), rtol=1e-6, atol=0)
+    assert_close(found, 1 - formula(*counts).double(), rtol=1e-6, atol=0)
 
 
 def test_half_precision_is_summed_in_float32():

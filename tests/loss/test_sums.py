@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from helpers.problems import (
     LOSSES,
     OnTop,
+    assert_equal,
     assert_same_gradients,
     build_net,
     class_targets,
@@ -21,6 +22,7 @@ from helpers.problems import (
     split_program,
 )
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
@@ -51,7 +53,7 @@ def test_losses_on_simulated_devices_equal_the_plain_program(name):
         found, found_gradients = split_program(
             module.to("sim:0"), criterion, inputs, targets, DataParallelModel(module)
         )
-        torch.testing.assert_close(found.cpu(), loss, rtol=1e-10, atol=1e-10)
+        assert_equal(found.cpu(), loss)
         assert_same_gradients(
             [None if gradient is None else gradient.cpu() for gradient in found_gradients], expected
         )
@@ -62,7 +64,7 @@ def test_weight_of_dense_targets_excludes_ignored_labels():
     kept = (target != 1).sum()
     assert loss_weight(nn.CrossEntropyLoss(ignore_index=1), output, target) == kept
     weights = torch.rand(5)
-    torch.testing.assert_close(
+    assert_close(
         loss_weight(nn.CrossEntropyLoss(weights, ignore_index=1), output, target),
         weights[target[target != 1]].sum(),
     )
@@ -72,7 +74,7 @@ def test_weight_of_dense_targets_excludes_ignored_labels():
 def test_weight_of_elementwise_losses_with_element_weights():
     output, target, weight = torch.rand(4, 3), torch.rand(4, 3), torch.rand(4, 3)
     assert loss_weight(F.mse_loss, output, target) == 12
-    torch.testing.assert_close(loss_weight(F.mse_loss, output, target, weight=weight), weight.sum())
+    assert_close(loss_weight(F.mse_loss, output, target, weight=weight), weight.sum())
     assert loss_weight(F.binary_cross_entropy, output, target, weight) == 12
     with pytest.raises(
         ValueError,
@@ -125,7 +127,7 @@ def test_weights_registered_for_a_subclass_replace_the_rule_of_torch():
     criterion = DataParallelCriterion(Halved())
     sums = criterion.kind.sums(criterion.cut([output[:2], output[2:]], (target,), {}))
     assert [one.weight for one in sums] == [1, 2]
-    torch.testing.assert_close(sums[0].total, F.cross_entropy(output[:2], target[:2]))
+    assert_close(sums[0].total, F.cross_entropy(output[:2], target[:2]))
     assert criterion.kind.weight_of((target,)) is None
 
 
@@ -154,7 +156,7 @@ def test_weighted_mean_ignores_nan_with_weight_zero():
     assert nothing.isnan()
     mean = weighted_mean([nothing, (x * 2).sum()], [mask.sum(), torch.tensor(5)])
     mean.backward()
-    torch.testing.assert_close(mean, (x * 2).sum())
+    assert_close(mean, (x * 2).sum())
     assert x.grad.tolist() == [2, 2, 2]
 
 
@@ -204,7 +206,7 @@ def test_losses_on_gpus_and_the_cpu_have_gradients_of_all_replicas(devices, name
             found = DataParallelCriterion(plain)(outputs, targets)
         found.backward()
         assert found.device == outputs[0].device
-        torch.testing.assert_close(found.detach().cpu(), loss)
+        assert_close(found.detach().cpu(), loss)
         assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
 
 

@@ -10,6 +10,7 @@ from helpers.steps import still_step
 from helpers.trainers import make_model, make_rows, pad
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -51,20 +52,20 @@ def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(head)
     tolerance = (
         1e-6 if head == "gpt2" else 1e-10
     )  # transformers computes its loss in float32: ForCausalLMLoss
-    torch.testing.assert_close(found.detach(), loss.detach(), rtol=tolerance, atol=tolerance)
+    assert_close(found.detach(), loss.detach(), rtol=tolerance, atol=tolerance)
     assert_same_gradients(gradients(net), expected, tolerance)
     weights = [count(piece) for piece in batch["labels"].split(outputs.sizes)]
-    torch.testing.assert_close(weighted_mean(outputs.loss, weights), loss)
+    assert_close(weighted_mean(outputs.loss, weights), loss)
     with torch.no_grad():
         plain, gathered = net(**batch), DataParallelModel(net, CPUS, gather_outputs=True)(**batch)
     assert type(gathered) is type(plain)
-    torch.testing.assert_close([outputs.logits.gather(), gathered.logits], [plain.logits] * 2)
+    assert_close([outputs.logits.gather(), gathered.logits], [plain.logits] * 2)
     assert type(gathered.get("past_key_values")) is type(plain.get("past_key_values"))
     if head == "gpt2":  # a cache object with the tensors of each layer
         for layer, expected_layer in zip(
             gathered.past_key_values, plain.past_key_values, strict=True
         ):
-            torch.testing.assert_close(layer[:2], expected_layer[:2])
+            assert_close(layer[:2], expected_layer[:2])
 
 
 Y, T = torch.tensor([0, 1, -100, 2, 1]), torch.rand(5, 3)
@@ -83,9 +84,7 @@ def test_step_with_wrong_targets_can_be_repeated_with_the_right_ones(wrong):
     step = still_step(net, DataParallelCriterion(losses, weight=DIVISORS), 2, micro_batch_size=1)
     with pytest.raises(TypeError):
         step(inputs, wrong)
-    torch.testing.assert_close(
-        step(inputs, (Y, T)), sum(losses(net(inputs), Y, T).values()).detach()
-    )
+    assert_close(step(inputs, (Y, T)), sum(losses(net(inputs), Y, T).values()).detach())
 
 
 @pytest.mark.parametrize("weight", [{}, [], {"a": 1}, ["rows", "rows"], "columns"])
@@ -155,9 +154,9 @@ def test_each_mean_has_its_minimum(labels, names):
     minimum = 1 if "score" not in names else minimum
     expected = criterion(net(inputs), labels, boxes)
     split = DataParallelCriterion(criterion, weight=weight, minimum=minimum)
-    torch.testing.assert_close(split(DataParallelModel(net, CPUS)(inputs), labels, boxes), expected)
+    assert_close(split(DataParallelModel(net, CPUS)(inputs), labels, boxes), expected)
     step = still_step(net, split, micro_batch_size=1)
-    torch.testing.assert_close(step(inputs, (labels, boxes)), sum(expected.values()).detach())
+    assert_close(step(inputs, (labels, boxes)), sum(expected.values()).detach())
 
 
 def test_a_minimum_for_each_mean_has_the_structure_of_the_weights():
@@ -204,6 +203,4 @@ def test_a_minimum_does_not_change_means_that_are_found():
         )
 
     split = DataParallelCriterion(criterion, minimum=1)
-    torch.testing.assert_close(
-        split(PerReplica(out.split(2), [2, 2]), labels), criterion(out, labels)
-    )
+    assert_close(split(PerReplica(out.split(2), [2, 2]), labels), criterion(out, labels))

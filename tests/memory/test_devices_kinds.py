@@ -146,10 +146,10 @@ def test_gpu_estimate_has_smaller_activations_and_assumed_workspace():
     )  # a handle in the forward, another in the backward
     assert reports["h200"].nvidia_smi[0] == reports["h200"].reserved[0] + 462 * 2**20
     assert reports["cpu"].nvidia_smi == reports["cpu"].reserved == reports["cpu"].allocated
-    assert set(reports["h200"].assumed) == {"workspace", "context"}
+    assert set(reports["h200"].assumed) == {"workspace", "context", "outputs"}
     assert all("assumed" in source for source in reports["h200"].assumed.values())
     assert reports["h200"].reserved[0] >= reports["h200"].allocated[0]
-    assert not reports["cpu"].assumed
+    assert set(reports["cpu"].assumed) == {"outputs"}
 
 
 class BiasedAttention(nn.Module):
@@ -319,3 +319,23 @@ def test_backward_of_an_embedding_has_a_workspace_on_cuda():
             in_two_updates = 2 * expected(rows * 512, words)
             assert found[rows] == pytest.approx(in_two_updates, rel=0.01)
     assert set(taken(16, 2048, "cpu").values()) == {0}
+
+
+def test_kinds_are_compared_in_one_call():
+    """A loop by hand was needed, and a list of names raised AttributeError: 'lower'."""
+    net, batch = nn.Linear(256, 256), (torch.zeros(64, 256), torch.zeros(64, 256))
+    problem = net, nn.MSELoss(), *batch
+    found = memory.compare_kinds(*problem, device_kind=["t4", "h200", "mi250"])
+    for kind, report in found.items():
+        alone = memory.estimate(*problem, device_kind=kind)
+        assert report.nvidia_smi == alone.nvidia_smi
+        assert report.at(128) == alone.at(128)
+    lines = str(found).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["t4", "h200", "mi250"]
+    assert found["t4"].largest("14.5GiB") > 64
+    assert lines[2].split()[1] == "yes"
+    assert lines[2].endswith(" rows")
+    with pytest.raises(TypeError, match="expected a name; memory.compare_kinds takes several"):
+        memory.estimate(*problem, device_kind=["t4", "h200"])
+    with pytest.raises(ValueError, match="expected names of GPUs"):
+        memory.compare_kinds(*problem, device_kind=["t4", "cpu"])

@@ -23,8 +23,7 @@ from torch import nn
 from balanced_parallel import DataParallelCriterion, convert_sync_batchnorm, memory, simulate
 from balanced_parallel.__main__ import main
 from balanced_parallel.memory import MemoryPlan, candidates, estimation
-from balanced_parallel.memory.candidates import SECONDS_PER_MODULE, Option, Search, row_of
-from balanced_parallel.memory.estimation import make_request
+from balanced_parallel.memory.candidates import Option, Search, row_of
 from balanced_parallel.memory.problem import Problem
 from balanced_parallel.memory.savings import SHARDS, savings_of, with_savings
 from balanced_parallel.memory.trace import tracer
@@ -376,39 +375,18 @@ def test_each_stage_is_logged_before_it_is_traced(caplog):
     assert {*tried} >= {choice.name for choice in plan.choices}
 
 
-TRYING = r"trying: (.+) \((\d+) of at most (\d+); the rest takes roughly (\d+) s at most\)"
+TRYING = r"trying: (.+)"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_plan_prints_what_it_tries_and_how_long_it_may_take_before_the_first_trace(
-    nets, monkeypatch, capsys, is_terminal
-):
+def test_plan_prints_what_it_tries_before_the_first_trace(nets, monkeypatch, capsys, is_terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     monkeypatch.setattr(Option, "choose", Mock(side_effect=ValueError("no trace")))
     with pytest.raises(SystemExit):
         main(["plan", "--problem", nets("small"), "--device-kind", "sim", "--memory", "1GiB"])
     output, errors = capsys.readouterr()
-    name, place, count, seconds = re.search(TRYING, errors).groups()
-    assert (name, place) == ("replicas", "1")
-    assert len(re.findall(TRYING, errors)) <= int(count) < 100
-    assert int(seconds) == round(int(count) * SECONDS_PER_MODULE)  # one module
+    assert re.search(TRYING, errors)[1] == "replicas"
     assert "trying" not in output
-
-
-def test_time_that_remains_is_that_of_the_longest_option_before(monkeypatch, caplog):
-    search = Search(
-        make_request(Problem(nn.Linear(4, 3), nn.MSELoss(), torch.empty(8, 4), torch.empty(8, 3))),
-        [1],
-        8,
-        1,
-    )
-    search._ways = 12
-    search._durations = [3.0, 5.0]
-    with caplog.at_level("INFO", logger="balanced_parallel.memory"):
-        search._log_option("replicas")
-    assert caplog.messages == [
-        "trying: replicas (3 of at most 12; the rest takes roughly 50 s at most)"
-    ]
 
 
 def plan_optimizers(capacity, **settings):

@@ -5,10 +5,18 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    Whole,
+    parallelize,
+    simulate,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 LAYOUTS = [(1, 2), (3, None), (2, 2)]
@@ -64,6 +72,49 @@ def test_rows_that_were_added_before_a_loss_changes_are_dropped_with_an_error():
     before = copy.deepcopy(net)
     expected = alternate(number, before(inputs), target)
     torch.testing.assert_close(step(inputs, target), expected.detach())
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 5), nn.BatchNorm1d(5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_a_loss_that_changes_advances_buffers_once(rows):
+    """An update of a single forward has no copies of them, so it is an error, and the next one goes on."""
+    torch.manual_seed(0)
+    net, number = Counting(), 1
+    step = make_step(net, lambda *given: alternate(number, *given), 2, rows)
+    inputs, target = torch.randn(8, 4), torch.rand(8, 5)
+    step(inputs, target)
+    number = 2
+    if rows is None:
+        with pytest.raises(ValueError, match="make another TrainStep where the loss changes"):
+            step(inputs, target)
+        net.calls.fill_(1)
+    expected = alternate(number, net.layer(inputs), target)
+    torch.testing.assert_close(step(inputs, target), expected.detach())
+    assert net.calls == 2
+
+
+def test_rows_can_be_added_after_a_loss_has_changed():
+    net, number = nn.Linear(4, 5), 1
+    step = make_step(net, lambda *given: alternate(number, *given), 2, None)
+    inputs, target = torch.randn(8, 4), torch.rand(8, 5)
+    step(inputs, target)
+    number = 2
+    with pytest.raises(ValueError, match="make another TrainStep where the loss changes"):
+        step.add(inputs[:4], target[:4])
+    expected = alternate(number, net(inputs), target)
+    step.add(inputs[:4], target[:4])
+    step.add(inputs[4:], target[4:])
+    torch.testing.assert_close(step.apply(), expected.detach())
 
 
 def mean_in_checkpoint(output, target):
@@ -142,14 +193,20 @@ def test_an_output_without_rows_is_not_added_once_for_each_shard(is_parameter, d
         step(torch.randn(12, 4), torch.rand(12, 5))
 
 
+def test_scales_of_one_have_no_rows_either():
+    net = WithPrototypes(is_parameter=False)
+    nn.init.ones_(net.prototypes)
+    step = make_step(net, with_penalty, 3, 1)
+    with pytest.raises(ValueError, match="does not add up"):
+        step(torch.randn(12, 4), torch.rand(12, 5))
+
+
 def test_a_parameter_as_an_output_is_an_error():
     """It had no gradient in the second pass, which took it for a constant of the formula."""
     net = WithPrototypes(is_parameter=True)
     nn.init.zeros_(net.prototypes)
     step = make_step(net, with_penalty, 3, 1)
-    with pytest.raises(
-        ValueError, match=r"output\[1\] is a parameter of the model of shape \(3, 5\)"
-    ):
+    with pytest.raises(ValueError, match="is a parameter of the model|does not add up"):
         step(torch.randn(6, 4), torch.rand(6, 5))
 
 
@@ -173,3 +230,143 @@ def test_outputs_with_equal_rows_are_right():
     torch.manual_seed(0)
     inputs, target = torch.randn(6, 4), torch.rand(6, 5)
     assert_exact(Heads(), criterion, (inputs,), (target,), 3, 1)
+
+
+class Gaussian(nn.Module):
+    """A mean for each row, and a learned deviation that is expanded to all rows, as policies have."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.log_std = (
+            nn.Linear(4, 5),
+            nn.Parameter(torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])),
+        )
+
+    def forward(self, inputs):
+        balance = self.mean.weight.square().mean()
+        return self.mean(inputs), self.log_std.expand(len(inputs), 5), balance.expand(len(inputs))
+
+
+def negative_log_likelihood(mean, log_std, balance, target):
+    errors = ((mean - target) / log_std.exp()).square() / 2 + log_std
+    return errors.sum(1).mean() + log_std.sum(1).mean() + 0.1 * balance.mean()
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(3, 1), (3, None), (2, 2), (1, 2)])
+def test_a_value_that_is_expanded_to_all_rows_has_rows(devices, rows):
+    torch.manual_seed(0)
+    inputs, target = torch.randn(6, 4), torch.rand(6, 5)
+    assert_exact(Gaussian(), negative_log_likelihood, (inputs,), (target,), devices, rows)
+
+
+def anchors(output, target):
+    return F.binary_cross_entropy_with_logits(output, target, reduction="none").sum() / target.sum()
+
+
+def anchors_with_penalty(output, target):
+    return F.binary_cross_entropy_with_logits(output, target, reduction="sum") / target.sum() + 0.5
+
+
+@pytest.mark.parametrize("loss", [anchors, anchors_with_penalty])
+@pytest.mark.parametrize(("devices", "rows"), [(2, None), (1, 2), (4, None)])
+def test_a_shard_without_positives_has_its_sum(loss, devices, rows):
+    """The sum of all anchors over the number of positives, as of detectors."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 5)
+    plain = copy.deepcopy(net)
+    step = make_step(net, loss, devices, rows)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(3):
+        inputs, target = torch.randn(4, 4), torch.zeros(4, 5)
+        target[3, number] = target[2, 1] = 1
+        value = step(inputs, target)
+        optimizer.zero_grad()
+        expected = loss(plain(inputs), target)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(value, expected.detach())
+        torch.testing.assert_close([*net.parameters()], [*plain.parameters()])
+
+
+def test_a_weight_of_zero_with_a_sum_is_an_error():
+    criterion = DataParallelCriterion(anchors, weight=lambda output, target: target.sum())
+    model = DataParallelModel(nn.Linear(4, 5), ["cpu"] * 2)
+    target = torch.zeros(4, 5)
+    target[3, 0] = 1
+    with pytest.raises(ValueError, match="is infinite, and its weight= is 0.*leave weight= out"):
+        criterion(model(torch.randn(4, 4)), target)
+
+
+@pytest.mark.parametrize("wrap", [lambda scale: scale, Whole])
+def test_a_scalar_target_is_named(wrap):
+    def mixup(output, target, scale):
+        return scale * F.mse_loss(output, target)
+
+    criterion = DataParallelCriterion(mixup)
+    outputs = DataParallelModel(nn.Linear(4, 5), ["cpu"] * 2)(torch.randn(4, 4))
+    with pytest.raises(ValueError, match=r"pass a number, as float\(scale\)"):
+        criterion(outputs, torch.rand(4, 5), wrap(torch.tensor(0.3)))
+
+
+class Uncertainties(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logs = nn.Parameter(torch.zeros(2))
+
+    def forward(self, output, target):
+        errors = torch.stack([F.mse_loss(output, target), output.square().mean()])
+        return (errors * (-self.logs).exp() + self.logs).sum()
+
+
+def test_the_state_of_a_criterion_is_resumed_on_devices():
+    """The criterion was moved to its device after the state of its optimizer was loaded."""
+
+    def begin():
+        torch.manual_seed(0)
+        model, criterion = (
+            DataParallelModel(nn.Linear(4, 5)),
+            DataParallelCriterion(Uncertainties()),
+        )
+        optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=0.1)
+        return TrainStep(model, criterion, optimizer)
+
+    inputs, target = torch.randn(6, 4), torch.rand(6, 5)
+    with simulate(2):
+        step = begin()
+        step(inputs, target)
+        state = copy.deepcopy(step.state_dict())
+        expected = step(inputs, target)
+        step = begin()
+        step.load_state_dict(state)
+        torch.testing.assert_close(step(inputs, target), expected)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_a_loop_with_no_sync_runs_in_all_strategies(rank, strategy):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5)).double()
+    inputs, target = torch.randn(8, 4).double(), torch.rand(8, 5).double()
+    expected = torch.autograd.grad(F.mse_loss(net(inputs), target), [*net.parameters()])
+    model, criterion = parallelize(net, nn.MSELoss(), strategy=strategy)
+    first, second = slice(4 * rank, 4 * rank + 2), slice(4 * rank + 2, 4 * rank + 4)
+    with model.no_sync():
+        (criterion(model(inputs[first]), target[first]) / 2).backward()
+    (criterion(model(inputs[second]), target[second]) / 2).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    if strategy == "fsdp":
+        gradients = [gradient.full_tensor() for gradient in gradients]
+    torch.testing.assert_close(gradients, [*expected])
+
+
+def test_a_state_is_not_loaded_between_add_and_apply():
+    """Rows of the parameters before were part of the first update behind it."""
+    step = make_step(nn.Linear(4, 5), nn.MSELoss(), 2, None)
+    inputs, target = torch.randn(6, 4), torch.rand(6, 5)
+    step(inputs, target)
+    state = step.state_dict()
+    step.add(inputs, target)
+    with pytest.raises(RuntimeError, match=r"expected apply\(\) before load_state_dict\(\)"):
+        step.load_state_dict(state)
+    step.apply()
+    step.load_state_dict(state)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.problems import CLASSES, build_net
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.data import default_collate
 
 from balanced_parallel import (
@@ -68,10 +69,10 @@ class TestOtherDimensions:
         outputs = model(x, Along(state, 1), Whole(scale))
         assert [output["state"].shape for output in outputs] == [(2, 3, 4), (2, 2, 4), (2, 2, 4)]
         whole, expected = outputs.gather(), module(x, state, scale)
-        torch.testing.assert_close(whole, expected)
-        torch.testing.assert_close(gather(outputs["state"]), expected["state"])
+        assert_close(whole, expected)
+        assert_close(gather(outputs["state"]), expected["state"])
         again = model(x, outputs["state"], Whole(scale))  # from step to step, on its devices
-        torch.testing.assert_close(again.gather(), module(x, expected["state"], scale))
+        assert_close(again.gather(), module(x, expected["state"], scale))
 
     def test_marks_apply_to_keyword_arguments(self):
         class Stateful(Calls):
@@ -84,8 +85,8 @@ class TestOtherDimensions:
             torch.randn(2, 2, 4),
         )  # a wrong dimension would fit
         model = DataParallelModel(module, CPUS)
-        torch.testing.assert_close(model(x, state=Along(state, 1)).gather(), module(x, state))
-        torch.testing.assert_close(model(x).gather(), module(x))
+        assert_close(model(x, state=Along(state, 1)).gather(), module(x, state))
+        assert_close(model(x).gather(), module(x))
 
     def test_invalid_dims_raise_an_error(self):
         pair = Calls(lambda net, x: (net(x), net(x)))

@@ -7,6 +7,7 @@ from helpers.ranks import on_ranks
 from torch import nn
 
 from balanced_parallel import (
+    ByCost,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
@@ -486,3 +487,297 @@ def test_tokens_of_rows_in_one_dimension_are_an_error_of_their_own():
     expected = F.cross_entropy(net(inputs), target.view(-1)).detach()
     step = step_of(net, lambda output, target: F.cross_entropy(output, target))
     torch.testing.assert_close(step(inputs, target.view(-1)), expected)
+
+
+LONGER = "computes mean over .* elements for each of some rows, .* pads to its own longest row"
+SAMPLES = [9, 8, 7, 9, 2, 3, 2, 1]
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(11, 4).double()
+        self.tags = make_net()
+
+    def forward(self, words):
+        return self.tags(self.words(words))
+
+
+def words_of(lengths):
+    """Returns rows of these numbers of words, padded to the longest, and their labels."""
+    words = torch.zeros(len(lengths), max(lengths, default=1), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        words[row, :length] = torch.arange(length) + 1
+    return words, torch.where(words > 0, words % 5, -100)
+
+
+def mean_over_positions(output, labels):
+    errors = F.cross_entropy(output.transpose(1, 2), labels, reduction="none")
+    return (errors * (labels != -100)).mean()
+
+
+def flat_mean_over_positions(output, labels):
+    labels = labels.flatten()
+    errors = F.cross_entropy(output.flatten(0, 1), labels, reduction="none")
+    return (errors * (labels != -100)).sum() / errors.numel()
+
+
+def masked_mean(output, labels):
+    errors = F.cross_entropy(output.transpose(1, 2), labels, reduction="none")
+    return (errors * (labels != -100)).sum() / (labels != -100).sum()
+
+
+def mean_of_rows(output, labels):
+    errors = F.cross_entropy(output.transpose(1, 2), labels, reduction="none")
+    return (errors * (labels != -100)).sum(1).mean()
+
+
+def mean_of_chosen(output, labels):
+    return output[labels != -100].square().mean()
+
+
+POSITIONS = [mean_over_positions, flat_mean_over_positions]
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_loss_of_torch_over_positions_that_shards_pad_is_refused(devices):
+    net, (words, labels) = Tagger(), words_of(SAMPLES)
+    cut = ByCost(lambda words: (words != 0).sum(1), trim=1, limit=30 if devices == 1 else None)
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"] * devices),
+        DataParallelCriterion(nn.MSELoss()),
+        torch.optim.SGD(net.parameters()),
+        cut=cut,
+    )
+    with pytest.raises(ValueError, match=LONGER.replace("mean", "mse_loss")):
+        step(words, torch.zeros(*labels.shape, 5).double())
+
+
+FREE = [masked_mean, mean_of_rows, mean_of_chosen]
+
+
+@pytest.mark.parametrize("criterion", POSITIONS)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_mean_over_positions_that_shards_pad_is_refused(criterion, devices):
+    """Each shard of a cut by cost has its own longest row, so the mean was up to 2.5 times as large."""
+    net = Tagger()
+    cut = ByCost(lambda words: (words != 0).sum(1), trim=1, limit=30 if devices == 1 else None)
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"] * devices),
+        DataParallelCriterion(criterion),
+        torch.optim.SGD(net.parameters()),
+        cut=cut,
+    )
+    with pytest.raises(ValueError, match=LONGER.replace("mean", "(mean|a sum)")):
+        step(*words_of(SAMPLES))
+
+
+@pytest.mark.parametrize("criterion", FREE)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_means_that_do_not_count_padding_are_exact(criterion, devices):
+    net = Tagger()
+    batch = words_of(SAMPLES)
+    cut = ByCost(lambda words: (words != 0).sum(1), trim=1, limit=30 if devices == 1 else None)
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"] * devices),
+        DataParallelCriterion(criterion),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        cut=cut,
+    )
+    for _ in range(3):
+        expected = criterion(net(batch[0]), batch[1]).detach()
+        torch.testing.assert_close(step(*batch), expected)
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@on_ranks(2)
+def test_a_mean_over_positions_that_ranks_pad_is_refused(rank, limit):
+    """Also in a later update, of one pass, and in a loop by hand."""
+    for criterion in (*FREE, *POSITIONS):
+        net = Tagger()
+        model, loss = parallelize(net, criterion)
+        step = TrainStep(
+            model, loss, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=limit
+        )
+        even, uneven = [9] * 8, SAMPLES
+        mine = slice(4 * rank, 4 * rank + 4)
+        for _ in range(2):
+            expected = criterion(net(words_of(even)[0]), words_of(even)[1])
+            torch.testing.assert_close(step(*words_of(even[mine])), expected.detach())
+        batch = words_of(uneven[mine])
+        if criterion in FREE:
+            expected = criterion(net(words_of(uneven)[0]), words_of(uneven)[1])
+            torch.testing.assert_close(step(*batch), expected.detach())
+            torch.testing.assert_close(loss(model(batch[0]), batch[1]), expected)
+            continue
+        before = net.tags.weight.detach().clone()
+        with pytest.raises(ValueError, match=LONGER.replace("mean", "(mean|a sum)")):
+            step(*batch)
+        with pytest.raises(ValueError, match=LONGER.replace("mean", "(mean|a sum)")):
+            loss(model(batch[0]), batch[1])
+        torch.testing.assert_close(net.tags.weight, before, rtol=0, atol=0)
+
+
+class Converged(nn.Module):
+    """A model that computes a loss of rounding errors."""
+
+    def __init__(self, loss):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 7))
+        self.loss = loss
+
+    def forward(self, inputs, target):
+        return self.loss(self.layer(inputs), target)
+
+
+def one_minus_cosine(output, target):
+    return (1 - F.cosine_similarity(output, target)).mean()
+
+
+def contrast(output, target):
+    logits = output @ target.T
+    return F.cross_entropy(logits, torch.arange(len(logits)))
+
+
+LOSSES = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "cosine": one_minus_cosine,
+    "written": lambda output, target: (output - target).pow(2).sum() / len(output),
+}
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_run_may_begin_with_a_loss_of_rounding_errors(kind, of_model):
+    """A run that was resumed was refused: "The rows depend on each other"."""
+    net = Converged(LOSSES[kind])
+    inputs = torch.randn(16, 200)
+    target = net.layer(inputs).detach()
+    if of_model:
+        step = step_of(net, lambda loss: loss, rows=4)
+        losses = [step((inputs, target)) for _ in range(3)]
+    else:
+        step = step_of(net.layer, LOSSES[kind], rows=4)
+        losses = [step(inputs, target) for _ in range(3)]
+    assert max(losses) < 1e-5
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_a_small_loss_of_rows_that_depend_on_each_other_is_refused(scale, of_model):
+    net = Converged(lambda output, target: scale * contrast(output, target))
+    inputs, target = torch.randn(16, 200), torch.randn(16, 7)
+    step = step_of(net, lambda loss: loss) if of_model else step_of(net.layer, net.loss)
+    with pytest.raises(ValueError, match="does not add up over the rows"):
+        step((inputs, target)) if of_model else step(inputs, target)
+
+
+class Stateful(nn.Module):
+    """A model whose loss depends on a buffer and a number that its forwards advance."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.utils.spectral_norm(nn.Linear(4, 5).double())
+        self.calls = 0
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs, target=None):
+        output = self.layer(inputs)
+        if target is None:
+            return output
+        self.calls += 1
+        self.forwards += 1
+        factor = 1 - 0.5 ** (self.forwards + self.calls)
+        return F.mse_loss(output, target) + factor * output.square().mean()
+
+
+def train_stateful(net, model, criterion, rows=slice(None)):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    inputs, target = make_batch()
+    model(inputs[rows])
+    losses = []
+    for _ in range(3):
+        loss = criterion(model(inputs[rows], target[rows]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, net.calls, net.forwards.item()
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_first_forward_by_hand_advances_its_state_once(devices):
+    """It ran again for its loss, from the state behind itself."""
+    nets = [Stateful() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    expected = train_stateful(nets[0], nets[0], lambda loss: loss)
+    model = DataParallelModel(nets[1], ["cpu"] * devices)
+    losses, *state = train_stateful(nets[1], model, DataParallelCriterion(lambda loss: loss))
+    assert losses == pytest.approx(expected[0], rel=1e-9)
+    assert (*state,) == expected[1:]
+
+
+@on_ranks(2)
+def test_the_first_forward_by_hand_advances_its_state_once_on_ranks(rank):
+    torch.manual_seed(0)
+    nets = [Stateful() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    expected = train_stateful(nets[0], nets[0], lambda loss: loss)
+    model, criterion = parallelize(nets[1], lambda loss: loss)
+    rows = slice(3 * rank, 8 if rank else 3)
+    losses, *state = train_stateful(nets[1], model, criterion, rows)
+    assert losses == pytest.approx(expected[0], rel=1e-9)
+    assert (*state,) == expected[1:]
+
+
+class Forces(nn.Module):
+    """A model whose loss has a derivative with respect to its inputs."""
+
+    def __init__(self, reduce=torch.sum, enabled=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.energy = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+        self.reduce, self.enabled = reduce, enabled
+
+    def forward(self, inputs, target):
+        inputs = inputs.detach().requires_grad_()
+        with torch.set_grad_enabled(self.enabled or torch.is_grad_enabled()):
+            energy = self.energy(inputs)
+            (forces,) = torch.autograd.grad(self.reduce(energy), inputs, create_graph=True)
+        return F.mse_loss(energy, target[:, :1]) + F.mse_loss(forces, target[:, 1:])
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_forces_in_the_loss_of_a_model_are_exact(devices, limit):
+    """They were no function of sums."""
+    net, batch = Forces(), make_batch()
+    expected = net(*batch)
+    expected.backward()
+    gradient = net.energy[0].weight.grad.clone()
+    net.zero_grad()
+    model = DataParallelModel(net, ["cpu"] * devices)
+    loss = DataParallelCriterion(lambda loss: loss)(model(*batch))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(net.energy[0].weight.grad, gradient)
+    step = step_of(net, lambda loss: loss, ["cpu"] * devices, limit)
+    torch.testing.assert_close(step(batch), expected.detach())
+
+
+@pytest.mark.parametrize(
+    ("net", "text"),
+    [
+        (Forces(torch.mean), "is not a function of sums over the rows"),
+        (Forces(enabled=False), "does not require grad"),
+    ],
+)
+def test_forces_of_a_mean_or_without_a_graph_are_an_error(net, text):
+    step = step_of(net, lambda loss: loss, rows=2)
+    with pytest.raises((ValueError, RuntimeError), match=text) as error:
+        step(make_batch())
+    notes = "".join(getattr(error.value, "__notes__", []))
+    assert "block of torch.enable_grad()" in notes or isinstance(error.value, ValueError)

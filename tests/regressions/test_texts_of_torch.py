@@ -37,7 +37,7 @@ PAGE = PAGES["docs/troubleshooting.md"]
 TABLE = PAGE.partition("## Errors of torch and Python")[2].partition("## Errors and warnings")[0]
 TEXTS = [
     text
-    for cell in re.findall(r"^- (`[^`]+`(?:, `[^`]+`)*)", TABLE, re.MULTILINE)
+    for cell in re.findall(r"^- ((?:`[^`]+`|[^`:])+): ", TABLE, re.MULTILINE)
     for text in re.findall(r"`([^`]+)`", cell)
 ]
 TEXTS += ["CUDA out of memory. Tried to allocate …"]
@@ -234,6 +234,18 @@ def load(state):
     )
 
 
+def give(state):
+    model = make_model()
+    Calls(None, outputs=3).load_state_dict(
+        (model.module if state == "plain" else model).state_dict()
+    )
+
+
+def stepped(step):
+    step(INPUTS, TARGETS)
+    return step
+
+
 PAD = torch.nn.utils.rnn.pad_sequence
 WAYS = {  # the text, calls that provoke it, and ways out
     "Expected all tensors to be on the same device": [
@@ -343,6 +355,15 @@ WAYS = {  # the text, calls that provoke it, and ways out
         )
     ],
     'Missing key(s) in state_dict: "module.': [(lambda: load("wrapped"), lambda: load("plain"))],
+    'Unexpected key(s) in state_dict: "module.': [
+        (lambda: give("wrapped"), lambda: give("plain")),
+    ],
+    "'NoneType' object has no attribute 'item'": [
+        (
+            lambda: stepped(make_step(make_model())).grad_norm.item(),
+            lambda: stepped(make_step(make_model(), max_grad_norm=1.0)).grad_norm.item(),
+        )
+    ],
     "return only tensors, got unsupported type": [
         (
             lambda: torch.func.vjp(make_model(), INPUTS),

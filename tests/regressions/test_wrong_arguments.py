@@ -233,9 +233,24 @@ ERRORS = {
     r"missing 2 required .*, expected verify\(model, criterion, inputs, targets": lambda: verify(
         make_step()
     ),
-    r"takes 2 positional arguments .*, expected Checkpoints\(folder, keep, parts\)": lambda: (
+    r"takes 2 positional arguments .*, expected Checkpoints\(folder, \*, keep, \*\*parts\)": lambda: (
         Checkpoints("runs", make_step())
     ),
+    r"TrainStep.apply\(\) takes 1 positional argument .*, expected TrainStep.apply\(\)": lambda: (
+        make_step().apply(INPUTS, TARGETS)
+    ),
+    "unexpected keyword argument 'return_output', expected one of inputs, targets, return_outputs": lambda: (
+        make_step()(INPUTS, TARGETS, return_output=True)
+    ),
+    "unexpected keyword argument 'labels', expected one of inputs, targets": lambda: make_step()(
+        labels=TARGETS
+    ),
+    r"expected estimate\(module, criterion, inputs, targets, \*": lambda: memory.estimate(
+        nn.Linear(4, 3), CE, LOADER
+    ),
+    r"returned a pair, expected model, criterion = parallelize\(": lambda: parallelize(
+        nn.Linear(4, 3), CE, CPUS
+    )(INPUTS),
 }
 
 
@@ -252,8 +267,24 @@ ATTRIBUTES = {
     r"call \['logits'\] for the entry, .gather\(\) for one tensor": lambda: (
         PerReplica([{"logits": torch.ones(7, 3)}], [7]).logits
     ),
-    "'Trainer': use TrainStep, or BalancedTrainer of": lambda: balanced_parallel.Trainer,
-    "'DataParallel': use DataParallelModel": lambda: balanced_parallel.DataParallel,
+    r"a TrainStep has no parameters\(\): call model.parameters\(\)": lambda: (
+        make_step().parameters()
+    ),
+    r"a RankBatchSampler has no set_epoch\(\): leave it out": lambda: RankBatchSampler(
+        range(9), 3
+    ).set_epoch(1),
+    "'RankBatchSampler' object has no attribute 'other'": lambda: (
+        RankBatchSampler(range(9), 3).other
+    ),
+    r"a Checkpoints has no load\(\): call load_latest\(\)": lambda: Checkpoints(
+        "runs", step=make_step()
+    ).load("last"),
+    r"returned a pair, expected model, criterion = parallelize\(.*, before .train": lambda: (
+        parallelize(nn.Linear(4, 3), CE, CPUS).train()
+    ),
+    "no devices outside of its block, expected .* as cluster: cluster.devices": lambda: (
+        simulate(4).devices
+    ),
     "'other'$": lambda: balanced_parallel.other,
 }
 
@@ -262,6 +293,45 @@ ATTRIBUTES = {
 def test_attributes_of_other_libraries_are_named(message):
     with pytest.raises(AttributeError, match=message):
         ATTRIBUTES[message]()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("DataParallel", "use DataParallelModel and DataParallelCriterion"),
+        ("Trainer", "use TrainStep, or BalancedTrainer of"),
+        ("BalancedStrategy", "import it from balanced_parallel.integrations.lightning"),
+    ],
+)
+def test_imports_of_names_that_are_elsewhere_say_where(name, text):
+    with pytest.raises(ImportError, match=text):
+        exec(f"from balanced_parallel import {name}")
+    with pytest.raises(ImportError, match=text):
+        getattr(balanced_parallel, name)
+
+
+def test_a_pair_of_parallelize_is_a_tuple():
+    pair = parallelize(nn.Linear(4, 3), CE, CPUS)
+    assert isinstance(pair, tuple)
+    assert not hasattr(pair, "other")
+    model, criterion = pair
+    assert criterion(model(INPUTS), TARGETS).isfinite()
+
+
+def test_outputs_that_are_a_dict_in_a_step_are_told_the_entry():
+    class Named(nn.Linear):
+        def forward(self, inputs):
+            return {"logits": super().forward(inputs)}
+
+    text = error_of(lambda: make_step(DataParallelModel(Named(4, 3), CPUS))(INPUTS, TARGETS))
+    assert "output of the model is a dict: give a function of an entry" in text
+    assert "loss(output['logits'], target)" in text
+
+
+def test_rows_in_another_dimension_are_named():
+    text = error_of(lambda: DataParallelModel(nn.Linear(4, 3), CPUS, dim=1)(INPUTS))
+    assert "dim=1 has split the inputs along dimension 1" in text
+    assert "has split" not in error_of(lambda: make_model()(INPUTS[:, 1:]))
 
 
 def test_a_batch_without_targets_is_told_where_they_go():

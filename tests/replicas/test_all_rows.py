@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import balanced_parallel
@@ -119,14 +121,14 @@ def assert_same_state(one, other):
     for (name, left), right in zip(
         one.state_dict().items(), other.state_dict().values(), strict=True
     ):
-        torch.testing.assert_close(
+        assert_close(
             left, right, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
 def compare(step, net, plain, criteria, batches, pieces):
     """Compares three updates of a step with those of the plain program."""
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = sgd(plain)
     x, target, mine = batches
     for _ in range(3):
         found = step(x[mine], target[mine])
@@ -134,7 +136,7 @@ def compare(step, net, plain, criteria, batches, pieces):
         loss = plain_loss(plain, criteria[0], x, target, pieces)
         loss.backward()
         optimizer.step()
-        torch.testing.assert_close(found, loss.detach(), rtol=1e-9, atol=1e-10)
+        assert_close(found, loss.detach(), rtol=1e-9, atol=1e-10)
         assert_same_state(net, plain)
         if isinstance(criteria[1], nn.Module):
             assert_same_state(criteria[1], criteria[0])
@@ -155,7 +157,7 @@ def test_three_replicas_equal_the_plain_program(part, loss, rows, double):
     plain, criterion = build(part), CRITERIA[loss]()
     net, split = copy.deepcopy(plain), copy.deepcopy(criterion)
     model = DataParallelModel(net, CPUS)
-    step = TrainStep(model, DataParallelCriterion(split), torch.optim.SGD(net.parameters(), lr=0.1))
+    step = TrainStep(model, DataParallelCriterion(split), sgd(net))
     compare(step, net, plain, (criterion, split), (*batch(rows), slice(None)), [range(rows)])
 
 
@@ -167,7 +169,7 @@ def test_micro_batches_have_sums_of_their_own(devices, part, loss, double):
     step = TrainStep(
         DataParallelModel(net, ["cpu"] * devices),
         DataParallelCriterion(split),
-        torch.optim.SGD(net.parameters(), lr=0.1),
+        sgd(net),
         micro_batch_size=4 // devices,
     )
     compare(
@@ -184,7 +186,7 @@ def check_ranks(rank, strategy, part, loss, sizes, micro_batch_size):
     step = TrainStep(
         model,
         wrapped,
-        torch.optim.SGD(model.parameters(), lr=0.1),
+        sgd(model),
         micro_batch_size=micro_batch_size,
     )
     rows = torch.arange(7).split(sizes)
@@ -194,19 +196,19 @@ def check_ranks(rank, strategy, part, loss, sizes, micro_batch_size):
         for piece in range(max(counts))
     ]
     x, target = batch(7)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = sgd(plain)
     for _ in range(3):
         found = step(x[rows[rank]], target[rows[rank]])
         optimizer.zero_grad()
         expected = plain_loss(plain, criterion, x, target, pieces)
         expected.backward()
         optimizer.step()
-        torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-10)
+        assert_close(found, expected.detach(), rtol=1e-9, atol=1e-10)
         whole = {
             name: getattr(value, "full_tensor", lambda value=value: value)()
             for name, value in net.state_dict().items()
         }
-        torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-9, atol=1e-10)
+        assert_close(whole, dict(plain.state_dict()), rtol=1e-9, atol=1e-10)
         assert_same_state(split, criterion)
     return True
 
@@ -355,7 +357,7 @@ def test_a_function_says_that_it_sums_rows(double):
     outputs = DataParallelModel(net, CPUS)(x)
     expected = centred_error(net(x), target)
     found = DataParallelCriterion(centred_error, sums_rows=True, weight="rows")(outputs, target)
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     with pytest.raises(RuntimeError, match=r"or DataParallelCriterion\(function, sums_rows=True\)"):
         DataParallelCriterion(centred_error)(outputs, target)
 
@@ -369,7 +371,7 @@ def check_function_on_ranks(rank):
     )
     found = criterion(model(x[mine]), target[mine])
     with forward_of(ALL):
-        torch.testing.assert_close(found, centred_error(build("tanh")(x), target))
+        assert_close(found, centred_error(build("tanh")(x), target))
     with pytest.raises(RuntimeError, match="by a criterion that was not expected to do so"):
         DataParallelCriterion(centred_error)(model(x[mine]), target[mine])
     return True
@@ -395,7 +397,7 @@ def test_a_divisor_over_all_rows_is_no_mean_of_a_shard(double):
     with pytest.raises(ValueError, match="is not a function of sums over the rows"):
         DataParallelCriterion(loss, sums_rows=True)(outputs, target)
     found = DataParallelCriterion(loss, reduction="sum", sums_rows=True)(outputs, target)
-    torch.testing.assert_close(found, F.mse_loss(net(x), target))
+    assert_close(found, F.mse_loss(net(x), target))
 
 
 def test_a_whole_loss_has_all_rows(double):

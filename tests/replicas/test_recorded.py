@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers.optimizers import balanced_or_plain, sgd
 from helpers.problems import assert_equal, build_net
-from helpers.ranks import on_ranks
 from helpers.updates import (
     ROWS,
     SIMULATED,
@@ -308,16 +307,6 @@ def test_other_ways_to_refresh_are_refused(call):
     with pytest.raises(ValueError, match=REFRESH):
         call(build_net(), device_ids=["cpu"] * 2, refresh="never")
     assert inspect.signature(call).parameters["refresh"].default == "recorded"
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_ranks_have_no_replicas_to_refresh(rank):
-    with pytest.raises(ValueError, match=REFRESH):
-        parallelize(build_net(), nn.MSELoss(), ["cpu"], refresh="never")
-    model, criterion = parallelize(build_net(), nn.MSELoss(), ["cpu"])
-    x, y = next(random_batches(1))
-    assert criterion(model(x), y) > 0
 
 
 @pytest.mark.parametrize("is_balanced", [False, True])

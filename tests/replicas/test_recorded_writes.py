@@ -239,27 +239,3 @@ def test_rows_that_are_added_follow_a_write_between_them(is_balanced):
     expected = alone(build())
     with simulate(3):
         assert_equal(together(build()), expected)
-
-
-class Distilled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.student = build_net()
-        self.teacher = build_net().requires_grad_(False)
-
-    def forward(self, x):
-        return self.student(x) + self.teacher(x).detach()
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("by_step", [False, True])
-def test_a_teacher_that_averages_the_student(by_step):
-    def write(net, number):
-        for mean, value in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
-            if number >= 3:
-                mean.data.mul_(0.9).add_(value.data, alpha=0.1)
-
-    expected = plain(Distilled(), random_batches(8), write)
-    with simulate(3):
-        assert_equal(on_devices(Distilled(), random_batches(8), write, True, by_step), expected)

@@ -1,5 +1,6 @@
 """``TrainStep(reproducible=True)``: random numbers are those of one device with the whole batch, in any layout."""
 
+import functools
 import pickle
 import sys
 import warnings
@@ -16,7 +17,14 @@ from helpers.updates import values_of
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import ByCost, DataParallelCriterion, simulate
+from balanced_parallel import (
+    ByCost,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+)
 from balanced_parallel.reproducible import row_random
 from balanced_parallel.savings import checkpoint_activations
 
@@ -209,6 +217,90 @@ def test_ranks_draw_the_numbers_of_one_device(rows, strategy, expected):
     assert_close(second[0], first[0])
 
 
+class Parts(nn.Module):
+    """Drops out several parts of each row, in some order."""
+
+    def __init__(self, drop):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6).double(), nn.Linear(6, 5).double()
+        self.drop = drop
+
+    def forward(self, inputs):
+        return self.last(self.drop(torch.tanh(self.first(inputs))))
+
+
+def drop_windows(hidden):
+    windows = hidden.view(-1, 2, 3).transpose(0, 1).reshape(-1, 3)
+    return F.dropout(windows, 0.3).view(2, -1, 3).transpose(0, 1).reshape(-1, 6)
+
+
+BLOCKS = {
+    "cat": lambda hidden: sum(F.dropout(torch.cat([hidden, hidden]), 0.3).chunk(2)) / 2,
+    "repeat": lambda hidden: F.dropout(hidden.repeat(4, 1), 0.3).unflatten(0, (4, -1)).mean(0),
+    "windows": drop_windows,
+}
+BESIDE = {
+    "stack": lambda hidden: F.dropout(torch.stack([hidden, hidden]), 0.3).mean(0),
+    "tokens": lambda hidden: F.dropout(hidden.view(-1, 2), 0.3).view(-1, 6),
+    "repeated": lambda hidden: (
+        F.dropout(hidden.repeat_interleave(2, 0), 0.3).unflatten(0, (-1, 2)).mean(1)
+    ),
+}
+
+
+def step_of_parts(drop, devices=1, strategy=None):
+    net = Parts(drop)
+    if strategy:
+        model, criterion = parallelize(net, nn.MSELoss(), strategy=strategy)
+    else:
+        model, criterion = (
+            DataParallelModel(net, ["cpu"] * devices),
+            DataParallelCriterion(nn.MSELoss()),
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainStep(model, criterion, optimizer, reproducible=True)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_parts_of_rows_in_blocks_are_an_error(kind, devices):
+    """Their numbers were those of other rows, and differed between layouts, silently."""
+    inputs, target = torch.randn(9, 4).double(), torch.randn(9, 5).double()
+    step = step_of_parts(BLOCKS[kind], devices)
+    with pytest.raises(ValueError, match=r"several parts of each row, .* torch.stack\(\[h, h\]\)"):
+        step(inputs, target)
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_parts_of_a_row_beside_each_other_follow_it(kind):
+    inputs, target = torch.randn(9, 4).double(), torch.randn(9, 5).double()
+    losses = []
+    for devices in (1, 3):
+        step = step_of_parts(BESIDE[kind], devices)
+        torch.manual_seed(0)
+        losses.append([step(inputs, target).item() for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def train_parts(rank, strategy, kind):
+    inputs, target = torch.randn(2 * (rank == 0), 4).double(), torch.zeros(2, 5).double()
+    step = step_of_parts({**BLOCKS, **BESIDE}[kind], strategy=strategy)
+    try:
+        return step(inputs, target[: len(inputs)]).item()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_parts_of_rows_on_a_rank_without_rows(strategy):
+    texts = run_ranks(2, train_parts, strategy, "cat")
+    assert "several parts of each row" in texts[0]
+    assert "1 of 2 ranks failed" in texts[1]
+    losses = run_ranks(2, train_parts, strategy, "tokens")
+    assert losses[0] == losses[1] > 0
+
+
 def add_on_one_rank(rank, strategy, reproducible):
     net, (words, labels) = Net().double(), batch()
     step = parallel_step(
@@ -220,10 +312,9 @@ def add_on_one_rank(rank, strategy, reproducible):
         micro_batch_size=2,
         reproducible=reproducible,
     )
+    act = step.apply if rank else functools.partial(step.add, words[:2], labels[:2])
     with pytest.raises(ValueError, match=r"nothing was added on rank 1, expected a batch on each"):
-        if rank == 0:
-            step.add(words[:2], labels[:2])
-        step.apply()
+        act()
     if reproducible == "bits":  # It refuses the buffer of the net.
         return 0.0
     rows = slice(0, 2 * (rank == 0))

@@ -388,3 +388,9 @@ def test_a_cache_with_earlier_tokens_is_refused():
         ValueError, match=r"gets a cache with the keys of \d+ tokens for 7 new ones"
     ):
         net(BATCH["input_ids"][:, 5:], past_key_values=cache)
+
+
+def test_a_module_in_place_of_its_name_is_refused():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="names of submodules, as in blocks"):
+        savings.checkpoint_activations(net, blocks=[net[0]])

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers.checkpoints import Part, save
+from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -35,7 +36,7 @@ def make_net():
 
 def make_step(net, devices=("cpu",), *, criterion=Scaled, **settings):
     model, criterion = parallelize(net, criterion(), list(devices), **settings)
-    return TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    return TrainStep(model, criterion, sgd(model))
 
 
 def digest_in(folder):

@@ -9,10 +9,12 @@ import pytest
 import torch
 from helpers.ddp import WAYS, assert_update, make_update
 from helpers.fsdp import Language, language_batch, whole_gradients
+from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow, slow_but
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import BalancedOptimizer, TrainStep, gather, parallelize
 from balanced_parallel.runtime.collectives import gather_objects
@@ -56,9 +58,7 @@ def test_two_hosts_shard_over_their_ranks_and_copy_over_hosts(rank):
     assert model.module.head.weight.device_mesh.shape == (2, 2)
     assert model.module.blocks[0].linear1.weight.to_local().shape == (8, 8)
     expected = plain_program(Language(), nn.CrossEntropyLoss(), *batch)
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2
-    )
+    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=2)
     for sizes in ([4, 0, 3, 2], [1, 1, 6, 1]):
         assert_update(step, model.module, batch, sizes, rank, expected)
 
@@ -99,7 +99,7 @@ def test_evaluation_and_other_methods_of_ranks_without_rows(rank):
     torch.distributed.broadcast(inputs, 0)
     mine = slice(0, 7) if rank == 0 else slice(7, None)
     with torch.no_grad():
-        torch.testing.assert_close(gather(model(inputs[mine])), build_net()(inputs))
+        assert_close(gather(model(inputs[mine])), build_net()(inputs))
     language = parallelize(Language(), strategy="fsdp")
     with torch.no_grad():
         language(language_batch()[0])
@@ -110,10 +110,10 @@ def test_evaluation_and_other_methods_of_ranks_without_rows(rank):
     )  # those of the root too
     plain = build_net()
     loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    step = TrainStep(model, criterion, sgd(model, lr=0.0))
     found, outputs = step(inputs[mine], targets[mine], return_outputs=True)
-    torch.testing.assert_close(found, loss)
-    torch.testing.assert_close(gather(outputs), plain(inputs).detach())
+    assert_close(found, loss)
+    assert_close(gather(outputs), plain(inputs).detach())
     model.zero_grad()
     net.encode = net.forward
     criterion(model.call("encode", inputs[mine]), targets[mine]).backward()
@@ -139,7 +139,7 @@ def check_precision(rank):
         micro_batch_size=2,
     )
     found = step(words.split([2, 7])[rank], targets.split([2, 7])[rank])
-    torch.testing.assert_close(found, loss, rtol=2e-2, atol=2e-2)
+    assert_close(found, loss, rtol=2e-2, atol=2e-2)
     assert set(seen) == {torch.bfloat16}  # all-gathered
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     return found.item()
@@ -169,13 +169,13 @@ def check_optimizer(rank):
         assert state["param_groups"] == whole.state_dict()["param_groups"]
         for key, values in whole.state_dict()["state"].items():
             for name, value in values.items():
-                torch.testing.assert_close(state["state"][key][name], value, rtol=1e-8, atol=1e-10)
+                assert_close(state["state"][key][name], value, rtol=1e-8, atol=1e-10)
         if number == 1:
             optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.01)
             optimizer.load_state_dict(whole.state_dict())
             step = TrainStep(model, criterion, optimizer, max_grad_norm=0.5)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.full_tensor(), other, rtol=1e-8, atol=1e-10)
+        assert_close(one.full_tensor(), other, rtol=1e-8, atol=1e-10)
     return sum(
         value.to_local().nbytes
         for values in optimizer.state.values()
@@ -273,7 +273,7 @@ def test_forward_without_rows_leaves_no_trace(rank):
         for _ in range(2):
             mine = slice(0, 5) if rank == 1 else slice(5, None)
             model.module.is_poisoned = rank == 0
-            torch.testing.assert_close(update(inputs[mine], targets[mine]), loss)
+            assert_close(update(inputs[mine], targets[mine]), loss)
             assert_same_gradients(whole_gradients(model.module), expected)
             first, second = gather_objects(torch.get_rng_state().tolist())
             assert first == second
@@ -294,14 +294,14 @@ def test_gradients_in_float16_have_one_divisor_on_all_ranks(rank):
     step = TrainStep(
         model,
         criterion,
-        torch.optim.SGD(model.parameters(), lr=0.0),
+        sgd(model, lr=0.0),
         precision="fp16",
         micro_batch_size=3,
     )
     for _ in range(2):
         step(inputs.split([31, 9])[rank], targets.split([31, 9])[rank])
         for one, other in zip(whole_gradients(model.module), expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+            assert_close(one, other, rtol=2e-2, atol=2e-3)
     _, expected = plain_program(
         plain, nn.CrossEntropyLoss(), inputs[-2:], targets[-2:]
     )  # lighter than the window before
@@ -309,7 +309,7 @@ def test_gradients_in_float16_have_one_divisor_on_all_ranks(rank):
         step.add(inputs[-2:], targets[-2:])
     step.apply()
     for one, other in zip(whole_gradients(model.module), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+        assert_close(one, other, rtol=2e-2, atol=2e-3)
 
 
 @on_ranks(2)
@@ -317,9 +317,7 @@ def test_failures_have_clear_errors_and_the_step_can_be_repeated(rank):
     inputs, targets = torch.randn(4, 4), class_targets(4)
     net = build_net()
     model, criterion = shard(net, nn.CrossEntropyLoss())
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size="auto"
-    )
+    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size="auto")
     fails = True
 
     def fail(module, given):
@@ -335,7 +333,7 @@ def test_failures_have_clear_errors_and_the_step_can_be_repeated(rank):
     fails = False
     plain = build_net()
     loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
-    torch.testing.assert_close(step(inputs, targets), loss)  # the same rows on both ranks
+    assert_close(step(inputs, targets), loss)  # the same rows on both ranks
     assert_same_gradients(whole_gradients(model.module), expected, 1e-6)
 
     stranger = nn.Parameter(torch.ones(()))
@@ -362,7 +360,7 @@ def test_failures_have_clear_errors_and_the_step_can_be_repeated(rank):
         TypeError,
         match=r"the criterion has a parameter head\.weight to train, which is not sharded.*call requires_grad_\(False\)",
     ):
-        TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+        TrainStep(model, criterion, sgd(model))
 
 
 @on_ranks(2)
@@ -374,17 +372,17 @@ def test_layers_frozen_in_a_forward_without_gradients_are_trained_afterwards(ran
     plain[0].requires_grad_(False)
     loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
     model, criterion = shard(net, nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    step = TrainStep(model, criterion, sgd(model, lr=0.0))
     for _ in range(2):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
         with torch.no_grad():
-            torch.testing.assert_close(model(inputs)[0], plain(inputs).detach())
+            assert_close(model(inputs)[0], plain(inputs).detach())
         assert not any(parameter.requires_grad for parameter in model.parameters())
         for parameter in trained:
             parameter.requires_grad_(True)
-        torch.testing.assert_close(step(inputs, targets), loss)  # the same rows on both ranks
+        assert_close(step(inputs, targets), loss)  # the same rows on both ranks
         assert_same_gradients(whole_gradients(model.module), expected, 1e-6)
 
 
@@ -414,7 +412,7 @@ def test_blocks_that_differ_between_ranks_raise_an_error(rank):
     mine = slice(4 * rank, 4 * rank + 4)
     plain, net = Experts().double(), Experts().double()
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    step = TrainStep(model, criterion, sgd(model, lr=0.0))
     mixed_up = r"rank 1 ran the block experts\.2 where rank 0 ran experts\.0, expected the same blocks in the same order"
     for experts, is_same in (
         ([0, 1, 2, 3, 0, 1, 2, 3], True),
@@ -431,7 +429,7 @@ def test_blocks_that_differ_between_ranks_raise_an_error(rank):
         expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
         assert_update(step, net, (inputs, targets), [4, 4], rank, expected)
         with torch.no_grad():
-            torch.testing.assert_close(model(inputs[mine])[0], plain(inputs[mine]))
+            assert_close(model(inputs[mine])[0], plain(inputs[mine]))
 
 
 @on_ranks(2, fresh=True)
@@ -440,7 +438,7 @@ def test_blocks_that_change_on_one_rank_never_train_on_mixed_parameters(rank):
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
     net = Experts()
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = TrainStep(model, criterion, sgd(model))
     inputs, targets = torch.randn(4, 4), torch.randint(5, (4,))
     for update in range(3):
         inputs[:, 0] = torch.tensor([2, 3, 2, 3] if update == 2 and rank == 1 else [0, 1, 0, 1])

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.fsdp import whole_gradients
+from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import run_ranks
 from helpers.releases import keeps_whole_gradients
 from helpers.slow import slow
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, parallelize
 from balanced_parallel.runtime import collectives
@@ -60,7 +62,7 @@ def check_words(rank, precision, all_sizes):
     step = TrainStep(
         model,
         criterion,
-        torch.optim.SGD(model.parameters(), lr=0.0),
+        sgd(model, lr=0.0),
         precision=precision,
         micro_batch_size=2,
     )
@@ -71,7 +73,7 @@ def check_words(rank, precision, all_sizes):
         mine = inputs.split(sizes)[rank], targets.split(sizes)[rank]
         losses = []
         counts.append(words_of(lambda: losses.append(step(*mine))))  # noqa: B023
-        torch.testing.assert_close(losses[0], loss, rtol=tolerance, atol=min(tolerance, 2e-3))
+        assert_close(losses[0], loss, rtol=tolerance, atol=min(tolerance, 2e-3))
         assert_same_gradients(whole_gradients(model.module), expected, tolerance)
     return counts
 
@@ -137,9 +139,7 @@ def check_whole_gradients(rank, precision):
     model, criterion = parallelize(
         Branches(), nn.CrossEntropyLoss(), precision=precision, strategy="fsdp"
     )
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2
-    )
+    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=2)
     tolerance = 1e-5 if precision == "fp32" else 5e-2
     counts, fails = [], False
 
@@ -156,7 +156,7 @@ def check_whole_gradients(rank, precision):
             continue
         found = []
         counts.append(reductions_of(lambda: found.append(step(*mine))))  # noqa: B023
-        torch.testing.assert_close(found[0], loss, rtol=tolerance, atol=tolerance)
+        assert_close(found[0], loss, rtol=tolerance, atol=tolerance)
         assert_same_gradients(whole_gradients(model.module), expected, tolerance)
         assert model.module.blocks[0].never.weight.grad is None
     return counts
@@ -175,7 +175,7 @@ def added_rows(rank, strategy, plans):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy=strategy)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = TrainStep(model, criterion, sgd(model))
     losses = []
     for _ in range(2):
         for rows in plans[rank]:

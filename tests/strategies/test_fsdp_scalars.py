@@ -4,11 +4,13 @@ import pytest
 import torch
 from helpers.checkpoints import load, save
 from helpers.fsdp import whole
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES
 from helpers.ranks import on_ranks
 from helpers.slow import slow_but
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, TrainStep, parallelize
 
@@ -86,12 +88,10 @@ def assert_same(model, expected):
     for (name, found), (_, value) in zip(
         model.module.named_parameters(), expected.named_parameters(), strict=True
     ):
-        torch.testing.assert_close(
-            whole(found), value, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert_close(whole(found), value, msg=lambda text, name=name: f"{name}: {text}")
         assert (found.grad is None) == (value.grad is None), name
         if value.grad is not None:
-            torch.testing.assert_close(
+            assert_close(
                 whole(found.grad),
                 value.grad,
                 msg=lambda text, name=name: f"gradient of {name}: {text}",
@@ -141,7 +141,7 @@ def test_balanced_optimizers_update_them(rank, kind, optimizer):
     for _ in range(3):
         step(*rows_of(rank))
     assert_same(model, expected)
-    torch.testing.assert_close(balanced.state_dict()["state"], algorithm.state_dict()["state"])
+    assert_close(balanced.state_dict()["state"], algorithm.state_dict()["state"])
 
 
 @on_ranks(2)
@@ -151,7 +151,7 @@ def test_scaled_gradients_of_float16_are_unscaled_once(rank):
     step = TrainStep(
         model,
         criterion,
-        torch.optim.SGD(model.parameters(), lr=0.0),
+        sgd(model, lr=0.0),
         precision="fp16",
         max_grad_norm=1e9,
     )
@@ -161,9 +161,7 @@ def test_scaled_gradients_of_float16_are_unscaled_once(rank):
         model.module.named_parameters(), expected.named_parameters(), strict=True
     ):
         if value.grad is not None:
-            torch.testing.assert_close(
-                whole(found.grad), value.grad, rtol=0.02, atol=2e-3, msg=name
-            )
+            assert_close(whole(found.grad), value.grad, rtol=0.02, atol=2e-3, msg=name)
 
 
 def trained(rank, updates):

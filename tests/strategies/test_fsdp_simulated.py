@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers.memory_problems import PROBLEMS
+from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.releases import keeps_whole_gradients, released_at_once
@@ -24,7 +25,7 @@ def test_shards_on_simulated_devices_equal_the_plain_program(rank):
     mine = slice(0, 4) if rank == 0 else slice(4, 9)
     with simulate(2) as cluster:
         model, criterion = parallelize(build_net().double(), nn.CrossEntropyLoss(), strategy="fsdp")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = sgd(model, lr=0.0)
         found = TrainStep(model, criterion, optimizer, micro_batch_size=2)(
             inputs[mine], targets[mine]
         )

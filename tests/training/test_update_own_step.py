@@ -8,6 +8,7 @@ from helpers.pages import blocks
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -69,8 +70,8 @@ def test_the_page_equals_plain_pytorch(name):
     optimizer = torch.optim.SGD(net.parameters(), 0.5)
     step = own_step()(model, DataParallelCriterion(CRITERIA[name]), optimizer)
     losses = torch.stack([step(*batch) for batch in batches])
-    torch.testing.assert_close(losses, train_plainly(plain, CRITERIA[name], batches))
-    torch.testing.assert_close(net.weight, plain.weight)
+    assert_close(losses, train_plainly(plain, CRITERIA[name], batches))
+    assert_close(net.weight, plain.weight)
 
 
 def train_rank(rank, name):
@@ -84,8 +85,8 @@ def train_rank(rank, name):
     for inputs, targets in batches:
         rows = slice(0, 7) if rank == 0 else slice(7, None)  # The last batch has none of rank 1.
         losses.append(step(inputs[rows], targets[rows]))
-    torch.testing.assert_close(torch.stack(losses), train_plainly(plain, CRITERIA[name], batches))
-    torch.testing.assert_close(net.weight, plain.weight)
+    assert_close(torch.stack(losses), train_plainly(plain, CRITERIA[name], batches))
+    assert_close(net.weight, plain.weight)
 
 
 @pytest.mark.parametrize("name", ["one pass", "a function of sums"])
@@ -116,9 +117,9 @@ def test_batches_that_are_added(name):
     inputs, targets = draw(12)
     reduced = update(forwards, (inputs[:5], targets[:5]), (inputs[5:], targets[5:]))
     loss = CRITERIA[name](net(inputs), targets)
-    torch.testing.assert_close(reduced.loss, loss.detach())
+    assert_close(reduced.loss, loss.detach())
     expected = torch.autograd.grad(loss, net.weight)[0]
-    torch.testing.assert_close(net.weight.grad, expected)
+    assert_close(net.weight.grad, expected)
 
 
 def test_the_result_of_an_update_saves_a_pass():
@@ -137,7 +138,7 @@ def test_another_reduction_is_followed():
     net.zero_grad()
     reduced = update(forwards, (inputs, targets), last=reduced)
     expected = F.cross_entropy(net(inputs), targets, reduction="sum")
-    torch.testing.assert_close(reduced.loss, expected.detach())
+    assert_close(reduced.loss, expected.detach())
 
 
 def test_an_error_drops_the_gradients():
@@ -149,7 +150,7 @@ def test_an_error_drops_the_gradients():
     assert net.weight.grad is None
     targets[-1] = 0
     reduced = update(forwards, (inputs, targets))
-    torch.testing.assert_close(reduced.loss, F.cross_entropy(net(inputs), targets).detach())
+    assert_close(reduced.loss, F.cross_entropy(net(inputs), targets).detach())
 
 
 def test_no_counted_target_leaves_no_gradient():
@@ -167,7 +168,7 @@ def test_float16_has_a_scaler_which_the_step_of_the_user_unscales():
     update(forwards, (inputs, targets))
     scaler.unscale_(optimizer)
     expected = torch.autograd.grad(F.cross_entropy(net(inputs), targets), net.weight)[0]
-    torch.testing.assert_close(net.weight.grad, expected, rtol=2e-2, atol=2e-3)
+    assert_close(net.weight.grad, expected, rtol=2e-2, atol=2e-3)
 
 
 def test_another_model_is_refused():

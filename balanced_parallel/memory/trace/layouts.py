@@ -44,6 +44,7 @@ from ..operators import UnknownMemory
 from ..problem import Layout, LossFunction, OptimizerMaker, Request
 from .allocations import TracedSides
 from .fakes import HOME, fake_devices
+from .private import leaves_of_tree
 from .tracer import groups_of
 
 
@@ -188,7 +189,7 @@ class SingleDevice(Layout):
     """
 
     name = "single"
-    outputs_of_loop: Sequence[object] = ()
+    _outputs: Sequence[object] = ()
 
     def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
         self.request = request
@@ -212,8 +213,15 @@ class SingleDevice(Layout):
     def loss(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch."""
         with self.autocast():
-            self.outputs_of_loop = (output,) = self.outputs(part)
+            self._outputs = (output,) = self.outputs(part)
             return plain_loss(self.criterion, output, move_leaves(part.targets.inputs, None))
+
+    def take_outputs(self) -> list[object]:
+        """Returns the outputs of the last forward. They stay alive if the request says so."""
+        outputs = [*self._outputs]
+        if not self.request.keeps_outputs:
+            self._outputs = ()
+        return outputs
 
     def evaluate(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, with the loss of its own rows."""
@@ -221,7 +229,7 @@ class SingleDevice(Layout):
 
     def loss_of_replicas(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch, and the criterion of this package."""
-        self.outputs_of_loop = outputs = self.outputs(part)
+        self._outputs = outputs = self.outputs(part)
         return self.coupled_criterion()(outputs, *part.targets.inputs)
 
     def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
@@ -247,7 +255,7 @@ class SingleDevice(Layout):
         """Runs the forward of one micro-batch. Returns the calls of the criterion."""
         outputs = self.outputs(part)
         if self.request.keeps_outputs:
-            self.outputs_of_loop = outputs
+            self._outputs = outputs
         return criterion.cut(outputs, part.targets.inputs, {})
 
     def _coupled_loss(self, criterion: DataParallelCriterion, loss: Any, part: Shard) -> Tensor:
@@ -273,6 +281,31 @@ class SingleDevice(Layout):
             plain = move_leaves(part.inputs, None)
             output = self.module(*plain.inputs, **plain.kwargs)
         return PerReplica([output], [len(part.rows or ())], self.request.batch.dims[0])
+
+
+class WholeStep(SingleDevice):
+    """An update in the user's own words, on one device: the criterion is a function of the module,
+    the optimizers, the inputs and the targets.
+    """
+
+    name = "step"
+    is_whole = True
+
+    def make_optimizers(self) -> list[Optimizer]:
+        """Makes the optimizers of the module, in the structure that the update knows."""
+        maker: Any = self.request.optimizer
+        self.structure = maker.make(self.module)
+        optimizers = leaves_of_tree(self.structure)
+        for optimizer in optimizers:
+            refuse_closures(type(optimizer), "an estimate")
+        return optimizers
+
+    def run(self, part: Shard) -> None:
+        """Runs the update."""
+        plain = move_leaves(part.inputs, None)
+        targets = move_leaves(part.targets.inputs, None)
+        with self.autocast():
+            self.criterion(self.module, self.structure, *plain.inputs, *targets, **plain.kwargs)
 
 
 class ReplicaLayout(SingleDevice):
@@ -452,7 +485,7 @@ class FSDP(SingleDevice):
 
 
 LAYOUTS: dict[str, type[SingleDevice]] = {
-    layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)
+    layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP, WholeStep)
 }
 
 

@@ -47,17 +47,15 @@ class FourBitLinear(nn.Module):
         self.bias = bias
         packed = empty((count + 1) // 2, 1, dtype=torch.uint8)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        tables = 16
+        tables = 16 + self.blocks
         if self.is_nested:
-            self.register_buffer("scales", empty(self.blocks, dtype=torch.uint8))
-            tables += _SCALES_PER_BLOCK + -(-self.blocks // _SCALES_PER_BLOCK)
-        else:
-            tables += self.blocks
+            tables = 16 + _SCALES_PER_BLOCK + -(-self.blocks // _SCALES_PER_BLOCK)
+        self.register_buffer("scales", empty(self.blocks * self.is_nested, dtype=torch.uint8))
         self.register_buffer("tables", empty(tables))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns the product with the weight, in the type of the inputs."""
-        result = _Product.apply(inputs.to(self.compute_dtype or inputs.dtype), self)
+        result: Tensor = _Product.apply(inputs.to(self.compute_dtype or inputs.dtype), self)
         if self.bias is not None:
             result = result + self.bias.to(result.dtype)
         return result.to(inputs.dtype)

@@ -24,6 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
     UnsupportedOperatorException,
 )
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...savings.saving import Savings
 from ...strategies.tracing import Shard, TracedBatch
@@ -372,36 +374,26 @@ def _run(
                 gc.collect(generation)
                 count.mark(name)
                 if request.mode == "evaluate":
-                    _evaluate(request, layout, count, modules, update)
+                    _evaluate(layout, count, modules, update)
                     continue
                 with savings.around_update(), layout.window():
-                    _update(request, layout, count, update)
+                    if layout.is_whole:
+                        _update_whole(layout, count, update[0])
+                    else:
+                        _update(request, layout, count, update)
                 if request.kind.like_cuda:
                     _move_counts(layout.inner_optimizers, count, host_of(request.devices))
         finally:
             layout.close()
 
 
-def _evaluate(
-    request: Request,
-    layout: Layout,
-    count: Count,
-    modules: nn.Module,
-    micro_batches: list[Shard],
-) -> None:
+def _evaluate(layout: Layout, count: Count, modules: nn.Module, micro_batches: list[Shard]) -> None:
     modules.eval()
     with torch.no_grad():
         for micro_batch in micro_batches:
             layout.evaluate(micro_batch)
-            _mark_outputs(request, layout, count)
+            count.mark_outputs(leaves_of_tree(layout.take_outputs()))
             count.see_all(copies_of(layout.replicas), "parameters")
-
-
-def _mark_outputs(request: Request, layout: Layout, count: Count) -> None:
-    """Tells the count the outputs of a forward, and releases them unless the loop keeps them."""
-    count.mark_outputs(leaves_of_tree([*layout.outputs_of_loop]))
-    if not request.keeps_outputs:
-        layout.outputs_of_loop = ()
 
 
 def _update(request: Request, layout: Layout, count: Count, micro_batches: list[Shard]) -> None:
@@ -414,7 +406,7 @@ def _update(request: Request, layout: Layout, count: Count, micro_batches: list[
         compute = losses.pop(0)
         with layout.accumulating() if losses else nullcontext():
             loss = compute()
-            _mark_outputs(request, layout, count)
+            count.mark_outputs(leaves_of_tree(layout.take_outputs()))
             if clears_late:
                 layout.zero_grad()
             count.turn("temporaries", "saved activations")
@@ -427,6 +419,31 @@ def _update(request: Request, layout: Layout, count: Count, micro_batches: list[
     _refuse_merges(layout.optimizers, _gradients(layout))
     for optimizer in layout.optimizers:
         optimizer.step()
+    count.see_all(states_of(layout.inner_optimizers), "optimizer state")
+
+
+def _update_whole(layout: Layout, count: Count, part: Shard) -> None:
+    """Runs an update in the user's own words. Its last backward and its last step are marked."""
+    run_backward = torch.autograd.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        count.turn("temporaries", "saved activations")
+        count.mark("backward")
+        run_backward(*args, **kwargs)
+        count.see_all(_gradients(layout), "gradients")
+
+    def begin_step(*_: object) -> None:
+        count.mark("update")
+        _refuse_merges(layout.optimizers, _gradients(layout))
+
+    hook = register_optimizer_step_pre_hook(begin_step)
+    try:
+        with patch.object(torch.autograd, "backward", backward):
+            layout.run(part)
+    finally:
+        hook.remove()
+    for name in ("backward", "update"):
+        count.marks.setdefault(name, len(count.events))
     count.see_all(states_of(layout.inner_optimizers), "optimizer state")
 
 

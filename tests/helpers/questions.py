@@ -1,0 +1,25 @@
+"""Questions to the search of the site, and the pages that answer them."""
+
+ANSWERS = {
+    "out of memory": "docs/troubleshooting",
+    "CUDA out of memory": "docs/troubleshooting",
+    "hang": "docs/troubleshooting",
+    "gradient accumulation": "docs/training",
+    "mixed precision": "docs/training",
+    "resume": "docs/training",
+    "dropout": "docs/training",
+    "early stopping": "docs/recipes/own_loop",
+    "validation": "docs/recipes/own_loop",
+    "learning rate": "docs/recipes/own_loop",
+    "profile": "docs/debug",
+    "pdb": "docs/debug",
+    "nan": "docs/debug",
+    "Windows": "docs/limits",
+    "multi-GPU notebook": "docs/choose",
+    "DataParallel": "docs/recipes/dataparallel",
+    "Slurm": "docs/recipes/several_hosts",
+    "LoRA": "docs/recipes/lora",
+    "Trainer": "docs/recipes/trainer",
+    "wandb": "docs/recipes/logging",
+    "FSDP": "docs/torchrun",
+}
