@@ -526,7 +526,7 @@ class LossOfSums(CoupledLoss):
         ) from cause
 
 
-def _find_constant(pairs: Sequence[Any], sizes: Sequence[int]) -> set[str]:
+def _find_constant(pairs: Sequence[object], sizes: Sequence[int]) -> set[str]:
     """Returns the places of outputs that are the same for all shards, while others are not.
 
     They have no rows, as prototypes, whose number is by chance that of the rows of a shard. As many
