@@ -142,7 +142,8 @@ def main() -> None:
     parser = argparse.ArgumentParser("gpu_page.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true", help="on simulated devices")
     parser.add_argument("--minutes", type=float, help="the time of all parts together")
-    parser.add_argument("--break-part", metavar="NAME", help="a rehearsal: the process of this part ends at once")
+    breaks = "a rehearsal: the process of this part ends at once"
+    parser.add_argument("--break-part", metavar="NAME", action="append", default=[], help=breaks)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "gpu" / "README.md", metavar="FILE")
     flags, others = parser.parse_known_args()
     selected = "gpu" if not flags.simulate else "not gpu and not slow" if flags.minutes else "not gpu"
@@ -156,7 +157,7 @@ def main() -> None:
             of_later = sum(later.share for later in parts[number + 1 :])
             seconds = 60 * flags.minutes * (1 - of_later) - (time.monotonic() - started)
         begun = time.monotonic()
-        end, rows = run_part(part, seconds, ["-m", selected, *others], is_broken=part.name == flags.break_part)
+        end, rows = run_part(part, seconds, ["-m", selected, *others], is_broken=part.name in flags.break_part)
         has_failed |= end != "ended with code 0" or not any(row[2] == "passed" for row in rows)
         table = tabulate(rows, ["test", "measured", "result", "seconds"], "github", disable_numparse=True)
         text += f"\n## {part.name.capitalize()}\n\nThe process {end} after {time.monotonic() - begun:.0f} s. "
