@@ -48,7 +48,7 @@ def test_three_replicas_equal_the_plain_program(name, rows):
 CUTS = list(itertools.product(ROWS, [None, 1, 2]))
 
 
-@pytest.mark.parametrize(("rows", "micro_batch_size"), slow_but(CUTS, (1, 1), (7, 2)))
+@pytest.mark.parametrize(("rows", "micro_batch_size"), slow_but(CUTS, (1, 1), (7, 2), most=2))
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_equal_the_plain_program(name, rows, micro_batch_size):
     make_criterion, kind = LOSSES[name]

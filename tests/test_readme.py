@@ -388,12 +388,12 @@ def test_readme_has_the_error_of_predicted_memory():
     rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
     worst = {"layers": 0.0, "models": 0.0, "convolutions": 0.0}
     for _, program, *_, difference, _ in (row[1:-1] for row in rows if row[7:8] and "%" in row[-3]):
-        layers = r"cross entropy|MLP|LayerNorm|RMSNorm|head|20 linear|GPT-2|BERT"
+        layers = r"cross entropy|MLP|LayerNorm|RMSNorm|head|20 linear|GPT-2|BERT,"
         kind = "layers" if re.match(layers, program) else "models"
         kind = "convolutions" if "Net" in program or "VGG" in program else kind
         worst[kind] = max(worst[kind], abs(float(difference.rstrip("%"))))
-    assert worst["layers"] <= 0.2 < worst["models"] <= 5 < worst["convolutions"]
-    for said in ("[0.2 %]", "5 % for LoRA and ViT; convolutions are further off"):
+    assert worst["layers"] <= 0.2 < worst["models"] <= 7 < worst["convolutions"]
+    for said in ("[0.2 %]", "7 % for LoRA and ViT; convolutions are further off"):
         assert said in PAGES["README.md"]
 
 

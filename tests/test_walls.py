@@ -472,7 +472,6 @@ def test_names_of_classes_and_types_have_one_owner():
 # Each has the reason why a module is not part of its only importer, in its own folder.
 SINGLE_IMPORTER = {
     "diagnostics.bits": "a public argument",
-    "loss.validation": "errors for the settings of a criterion",
     "memory.allocator": "the rules of the allocator of torch",
     "memory.trace.doubles": "savings; the tracer runs updates",
     "reproducible.groups": "sums over ranks",

@@ -324,7 +324,7 @@ class LossOfSums(CoupledLoss):
             return
         again = functools.partial(run, pair, rows, halved=False)
         self.compare_sums([*whole, *itertools.chain(*halves)], again, rows // sum(sizes))
-        constant = _find_constant(pairs)
+        constant = _find_constant(pairs, sizes)
 
         def join_others(place: str, values: list[Any]) -> Any:
             return values[0] if place in constant else join(place, values)
@@ -526,11 +526,11 @@ class LossOfSums(CoupledLoss):
         ) from cause
 
 
-def _find_constant(pairs: Sequence[Any]) -> set[str]:
+def _find_constant(pairs: Sequence[object], sizes: Sequence[int]) -> set[str]:
     """Returns the places of outputs that are the same for all shards, while others are not.
 
-    They have no rows, as prototypes, whose number is by chance that of the rows of a shard. Equal
-    rows may be one value that is expanded to all of them.
+    They have no rows, as prototypes, whose number is by chance that of the rows of a shard. As many
+    equal rows as those of the shard, which ``sizes`` has, may be one value that is expanded to them.
     """
     equal: dict[str, bool] = {}
     constant: set[str] = set()
@@ -541,8 +541,9 @@ def _find_constant(pairs: Sequence[Any]) -> set[str]:
             return
         equal[place] = all(torch.equal(first, other) for other in others)
         if equal[place] and isinstance(values[0], Along) and first.is_floating_point():
-            row = first.narrow(values[0].dim, 0, min(first.size(values[0].dim), 1))
-            if not bool((first == row).all()):
+            count = first.size(values[0].dim)
+            row = first.narrow(values[0].dim, 0, min(count, 1))
+            if count != sizes[0] or not bool((first == row).all()):
                 constant.add(place)
 
     if len(pairs) > 1:

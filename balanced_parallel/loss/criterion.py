@@ -202,7 +202,7 @@ class DataParallelCriterion(nn.Module):
         self.kind = self.kind.learned(self.copies)
         return loss
 
-    def weights_of(self, outputs: PerReplica, *targets: Any) -> list[float]:
+    def weights_of(self, outputs: PerReplica, *targets: object) -> list[float]:
         """Returns the divisor of the mean of each output; the sum of them, if there are several."""
         weights = self.cut(outputs, targets, {}).run(functools.partial(call_weight, self.weight))
         return [sum(flat_weights(weight)) for weight in weights]

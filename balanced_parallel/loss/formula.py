@@ -516,8 +516,18 @@ class SumNotes(TorchFunctionMode):
             tensors = tensors[:1]
         levels = {self._of(tensor).level for tensor in tensors}
         level = _OF_BOTH if {_OF_SUMS, _OF_ROWS} <= levels else max(levels, default=_OF_NOTHING)
+        if level == _OF_BOTH and func is torch.autograd.grad and self._is_of_rows(tensors):
+            level = _OF_ROWS
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
         return FunctionCall(name, values, kwargs, tensors, level, writes)
+
+    def _is_of_rows(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns True for arguments of a gradient of sums that are not divided, at rows, as forces
+        are: a row has the same one beside others.
+        """
+        facts: list[Facts] = [self._facts.get(each, _UNKNOWN) for each in tensors]
+        kinds = {each.form.kind for each in facts if each.level == _OF_SUMS}
+        return kinds == {"sum"} and not any(isinstance(each, nn.Parameter) for each in tensors)
 
     @property
     def _is_inside(self) -> bool:

@@ -60,7 +60,7 @@ from .sums import (
     weighted_sum,
     widen,
 )
-from .validation import check_settings
+from .validation import check_settings, refuse_uncounted
 
 Divisor = (
     Callable[..., object] | str | Mapping[Any, Callable[..., object]] | Sequence[Callable[..., Any]]
@@ -380,7 +380,7 @@ class WeighedMean(_Mean):
         bounds = bounds_of(minimum, weights)
         is_skipped = weights == 0 == minimum and not shard.collectives.sums_rows
         if is_skipped and shard.rows:
-            _refuse_uncounted(shard)
+            refuse_uncounted(shard)
         if not shard.rows or is_skipped:
             # The criterion would return nan or raise an error.
             nothing = shard.nothing()
@@ -399,20 +399,6 @@ class WeighedMean(_Mean):
         numbers = iter(flat_weights(weighed))
         weights: list[object] = map_weights(lambda _: next(numbers), weighed)
         return weights
-
-
-@torch.no_grad()
-def _refuse_uncounted(shard: ShardLoss) -> None:
-    """Raises ``ValueError`` if a shard whose weight is zero has a sum that is not: it is infinite."""
-    try:
-        means = shard.call()
-    except Exception:  # noqa: BLE001 - it may need something that is counted
-        return
-    if any(bool(mean.isinf().any()) for mean in containers.tensors_in(means)):
-        raise ValueError(
-            "the loss of a shard is infinite, and its weight= is 0, so that its sum is unknown, expected a weight that counts "
-            "all terms of the sum: leave weight= out, or give minimum= for a criterion that divides by max(count, minimum)"
-        )
 
 
 def _sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:

@@ -1,13 +1,15 @@
-"""Errors for the settings of a criterion."""
+"""Errors for the settings of a criterion, and for what they do not fit."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..batch import containers
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
+from .copies import ShardLoss
 from .coupled import AdditiveLoss
 from .rules import find_torch_loss, reduction_of
 from .sums import MINIMUM, is_structure, map_weights
@@ -91,4 +93,18 @@ def _check_reduction(criterion: object, reduction: str | None) -> None:
     ):
         raise ValueError(
             f"reduction={reduction!r} was given for a loss with reduction={reduction_of(criterion)!r}: set it in its constructor"
+        )
+
+
+@torch.no_grad()
+def refuse_uncounted(shard: ShardLoss) -> None:
+    """Raises ``ValueError`` if a shard whose weight is zero has a sum that is not: it is infinite."""
+    try:
+        means = shard.call()
+    except Exception:  # noqa: BLE001 - it may need something that is counted
+        return
+    if any(bool(mean.isinf().any()) for mean in containers.tensors_in(means)):
+        raise ValueError(
+            "the loss of a shard is infinite, and its weight= is 0, so that its sum is unknown, expected a weight that counts "
+            "all terms of the sum: leave weight= out, or give minimum= for a criterion that divides by max(count, minimum)"
         )

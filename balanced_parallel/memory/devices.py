@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..runtime import values
 from ..runtime.devices import visible_devices
-from ..runtime.values import check_type, format_bytes
 
 _MIB = 2**20
 GIB = 2**30
@@ -49,7 +49,7 @@ class DeviceKind:
         """Returns what a user may not expect of the kind."""
         remarks = {}
         others = [
-            f"{name} with {format_bytes(other.capacity)}"
+            f"{name} with {values.format_bytes(other.capacity)}"
             for name, other in KINDS.items()
             if other.capacity and name.startswith(f"{self.name}-") and not name.endswith("-ti")
         ]
@@ -129,7 +129,7 @@ def find_kind(name: str | None) -> DeviceKind:
             "its memory: device_kind='a100', capacity='24GiB', or --device-kind a100 --memory 24GiB. In place of memory.fit use "
             "TrainStep(micro_batch_size='auto')"
         )
-    check_type("device_kind", name, str, "a name; memory.compare_kinds takes several")
+    values.check_type("device_kind", name, str, "a name; memory.compare_kinds takes several")
     kind = _in_table(name)
     if present is not None and present.name in (name, kind and kind.name):
         return present

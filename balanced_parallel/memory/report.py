@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import html
 import importlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -297,6 +298,7 @@ body {{ font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 70rem;
 table {{ border-collapse: collapse; font-size: 0.9rem; }}
 th, td {{ padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid #ddd; overflow-wrap: anywhere; }}
 pre {{ white-space: pre-wrap; }}
+#memory {{ max-width: 100%; overflow: hidden; }}
 @media (max-width: 40rem) {{ table {{ font-size: 0.65rem; }} th, td {{ padding-right: 0.3rem; }} }}
 </style>
 </head>
@@ -383,15 +385,18 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
     size = parse_bytes(f"1 {unit}")
     figure = graphs.Figure()
     for device, line in enumerate(report.timeline):
+        points = progress_of(line, [0, *report.phases.values(), len(line)])
         # A curve has few points, the highest of their neighbours.
-        places = range(0, len(line), -(-len(line) // POINTS))
-        levels = [max(line[place : place + places.step]) / size for place in places]
+        step = -(-len(points) // POINTS)
+        parts = [points[place : place + step] for place in range(0, len(points), step)]
+        places = [part[0][0] for part in parts]
+        levels = [max(level for _, level in part) / size for part in parts]
         # Colours go from cyan to violet: phases are gray, and the capacity is red.
         color = f"hsl({180 + 120 * device // report.devices}, 70%, 45%)"
         name = f"device {device}"
-        figure.add_scatter(x=list(places), y=levels, line_shape="hv", line_color=color, name=name)
+        figure.add_scatter(x=places, y=levels, line_shape="hv", line_color=color, name=name)
     backward = "last backward" if report.micro_batches > 1 else "backward"
-    for name, place in {"forward": 0, **report.phases}.items():
+    for place, name in enumerate(["forward", *report.phases]):
         figure.add_vline(
             x=place,
             line_dash="dot",
@@ -408,7 +413,8 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
             annotation_position="bottom right",
         )
     figure.update_layout(
-        xaxis_title="allocations and releases",
+        xaxis_title="progress of each device",
+        xaxis_showticklabels=False,
         yaxis_title=f"{unit} of tensors",
         yaxis_rangemode="tozero",
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
@@ -416,6 +422,17 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
         template="plotly_white",
     )
     return figure
+
+
+def progress_of(line: Sequence[int], bounds: Sequence[int]) -> list[tuple[float, int]]:
+    """Returns the levels of a device where they change, each with its progress: the number of the
+    phase, and the part of the device's own changes in it.
+    """
+    points = []
+    for phase, (start, end) in enumerate(itertools.pairwise(bounds)):
+        changes = [at for at in range(start, end) if at == start or line[at] != line[at - 1]]
+        points += [(phase + number / len(changes), line[at]) for number, at in enumerate(changes)]
+    return points
 
 
 def load_plotly() -> Any:

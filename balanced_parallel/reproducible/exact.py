@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from .. import BalancedOptimizer
 from ..batch import containers
 from ..batch.rows import Shard
-from ..loss.coupled import CoupledLoss
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, add_numbers, power_of_two, run_backward
 from ..optim.balanced import is_elementwise
@@ -250,7 +249,7 @@ class ExactAccumulation(Accumulation):
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
         self._weights: list[Tensor | float] = []
-        self._sums: dict[torch.device, dict[Tensor, list[ExactSum]]] = {}  # Those of the parts.
+        self._sums: dict[torch.device, dict[Tensor, list[ExactSum]]] = {}  # The sums of the parts.
         self._has_graph = False
 
     def add(self, run: BatchRun) -> None:
@@ -284,15 +283,14 @@ class ExactAccumulation(Accumulation):
                     "place of batch norm, or a buffer made before: each device would have values of its own rows"
                 )
 
-    def run_again(self, run: BatchRun, loss: CoupledLoss) -> None:
+    def run_again(self, run: BatchRun, learned: Kind, hand_back: Compute) -> None:
         """Runs a batch in the second of two passes.
 
         If the first one has shown a mean over one count, this is the pass of the next updates. A run
         that is resumed has the same bits then.
         """
-        learned = self.kind.learned(self.forwards.copies, loss)
         if learned.passes > 1:
-            super().run_again(run, loss)
+            super().run_again(run, learned, hand_back)
             return
         self.kind = learned
         self._is_mean = learned.is_mean

@@ -252,7 +252,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 _LINES = "the first difference"
-# What ranks compare beside the settings of a step, which is given batches and not their sampler.
+# Ranks compare it beside the settings of a step, which is given batches and not their sampler.
 facts_of_process: dict[str, Hashable] = {"the sampler's batches": "no RankBatchSampler"}
 
 

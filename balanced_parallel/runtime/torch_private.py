@@ -175,7 +175,10 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Returns the version counter of each tensor, which every write in place increments; 0 for
     inference tensors.
     """
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    try:
+        return [*map(version_of, tensors)]
+    except RuntimeError:  # Inference tensors have none.
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 # Returns the version counter of a tensor.

@@ -56,7 +56,7 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
-# What to write in place of an argument that is gone.
+# The text to write in place of an argument that is gone.
 _REMOVED = {
     "in_dims": "dim=1 for rows in dimension 1, and marks at the call for other arguments: Along(x, 1), Whole(x), Rows(x)"
 }

@@ -180,7 +180,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         children = children_of(self)
         module = children["module"]
         function: Callable[..., object] = getattr(module, method or "__call__")
-        row = self._row_in_place(method, arguments, rows)
+        is_plain = rows and method in self._examples
+        row = None if is_plain else self._row_in_place(method, arguments, rows)
         if self.noting is not None and row is None:
             function = functools.partial(self.noting.call, self.module, function)
         reduces = self.require_backward_grad_sync

@@ -39,7 +39,7 @@ class RankModule(NamedTuple):
 
     module: nn.Module
     criterion: DataParallelCriterion | None
-    device: torch.device  # of this rank
+    device: torch.device  # the one of this rank
     environment: TorchrunEnvironment
     mesh: DeviceMesh | None
     settings: RowSettings

@@ -7,6 +7,7 @@ row in their place, and nothing of it is left but the structure of the output.
 
 import abc
 import contextlib
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,6 +85,10 @@ class RankModel(ParallelModel):
         self.written: set[str] = set()  # Parameters that a forward writes.
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
         self._parameters_at_start = dict(self._places())
+        tables = torch_private.parameters_of, torch_private.children_of
+        # The parameters and the children of each layer. To look for them takes longer.
+        self._tables = [of(layer) for layer in self.module.modules() for of in tables]
+        self._at_start = [*itertools.chain(*[table.values() for table in self._tables])]
 
     def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
         (shard,) = shards
@@ -107,6 +112,11 @@ class RankModel(ParallelModel):
         for layer in module.modules():
             for name, parameter in layer.named_parameters(recurse=False):
                 yield (layer, name), parameter
+
+    def has_changed(self) -> bool:
+        """Returns True if a layer has another parameter or another child than at the start."""
+        present = itertools.chain(*[table.values() for table in self._tables])
+        return [*map(id, present)] != [*map(id, self._at_start)]
 
     def refuse_late_parameters(self) -> None:
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
@@ -362,7 +372,7 @@ class GradientRecord:
             forget_gradients([parameter for parameter, count in counted if not count])
 
 
-_records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()  # Those of all models.
+_records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()  # The records of all models.
 
 
 class RankUpdate(UpdateSync):
@@ -403,9 +413,11 @@ class RankUpdate(UpdateSync):
         # No micro-batch may have been known to be the last.
         read = self._local or self.start(local)
         present = settings()
-        trained = filter(attrgetter("requires_grad"), self._model.module.parameters())
-        if {*map(id, trained)} - {*map(id, self._record.parameters)}:
-            self._model.refuse_late_parameters()  # A rank without rows has no gradient that tells.
+        if self._model.has_changed():
+            trained = filter(attrgetter("requires_grad"), self._model.module.parameters())
+            # A rank without rows has no gradient that tells.
+            if {*map(id, trained)} - {*map(id, self._record.parameters)}:
+                self._model.refuse_late_parameters()
         total = torch.empty_like(local.total)  # Nothing is allocated after the agreement.
         names: list[SumName] = list(local.terms or ())
         form = digest_names(names) if names else ()
@@ -433,10 +445,11 @@ class RankUpdate(UpdateSync):
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:
         """Starts to copy loss and weight to the host."""
-        weight = add_up(
-            [0.0 if local.weight is None else local.weight], local.total.device
-        ).double()
-        self._local = start_copy(torch.stack([local.total.double(), weight]))
+        total = local.total.double()
+        weight = 0.0 if local.weight is None else local.weight
+        if not isinstance(weight, Tensor):
+            weight = total.new_full((), weight)
+        self._local = start_copy(torch.stack([total, weight.double()]))
         return self._local
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:

@@ -129,7 +129,9 @@ class ParameterUpdate:
         optimizer on its own.
         """
         groups = itertools.chain(*[optimizer.param_groups for optimizer in self.optimizers])
-        self._parameters = [*dict.fromkeys(itertools.chain(*[group["params"] for group in groups]))]
+        parameters = itertools.chain(*[group["params"] for group in groups])
+        # The hash of a tensor would be another call.
+        self._parameters = [*{id(each): each for each in parameters}.values()]
         whole = cast(Optimizer, self)
         try:
             self._finish_gradients(sync, factor, scaler)
@@ -158,9 +160,9 @@ class ParameterUpdate:
         self, sync: UpdateSync, factor: Weight, scaler: torch.amp.GradScaler | None
     ) -> None:
         """Unscales and multiplies the gradients, and calls the hooks of parameters with them."""
-        everywhere = dict.fromkeys([*self._parameters, *self.trained.values()])
+        everywhere = {id(each): each for each in (*self._parameters, *self.trained.values())}
         # The owners' pieces are scaled in place of a gradient that stands for them.
-        tensors = [each for each in everywhere if not isinstance(each.grad, ShardedGradient)]
+        tensors = [each for each in everywhere.values() if type(each.grad) is not ShardedGradient]
         if scaler is not None:
             scaler.unscale_(cast(Optimizer, self))
             # Trained parameters of no optimizer here. Another optimizer may use them, so their

@@ -84,7 +84,8 @@ class TwoPasses(Attempt):
                     self._forwards.run(shards, loss.collect)
         self._differentiate(loss)
         for run in self._runs:
-            self._accumulation.run_again(run, loss)
+            learned = self._accumulation.kind.learned(self._forwards.copies, loss)
+            self._accumulation.run_again(run, learned, loss.hand_back)
 
     def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
         """Runs what was kept, and reduces all gradients. All ranks call this."""
@@ -119,6 +120,13 @@ class TwoPasses(Attempt):
                 yield
                 for _ in self.sync.forwards_without_rows(is_reduced=False):
                     pass
+        except RuntimeError as error:
+            if "does not require grad" in str(error):
+                error.add_note(
+                    "the loss takes two forwards, and the first has no graph: put torch.autograd.grad and what it differentiates "
+                    "into a block of torch.enable_grad()"
+                )
+            raise
         finally:
             self._before.restore()
         if writes := explain_writes(recorded):

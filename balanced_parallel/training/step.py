@@ -377,10 +377,10 @@ class TrainStep(SaysInstead):
                     yield update, hooks
             except BaseException as error:
                 self._forwards.undo()
-                if isinstance(error, ChangedLossError) and not self._has_ranks:
-                    self._kind = self._first_kind()
                 if self._has_ranks:
                     collectives.explain_timeout(error)
+                elif isinstance(error, ChangedLossError):
+                    self._kind = self._first_kind()
                 if update.has_parted:  # The other ranks learn of it in the next reduction.
                     failure = f"failed with {type(error).__name__}: {error}"
                     self._last = self._last._replace(failure=failure)
@@ -534,10 +534,7 @@ class TrainStep(SaysInstead):
         Raises:
             RuntimeError: rows were added and not applied.
         """
-        if self._update is not None:
-            raise RuntimeError(
-                "rows were added that are not in an update yet, expected apply() before state_dict()"
-            )
+        self._refuse_added("state_dict()")
         return {
             **self._state().save(),
             "weight_before": self._weight_before,
@@ -555,8 +552,9 @@ class TrainStep(SaysInstead):
         Raises:
             ValueError: optimizers or schedulers of another number or class or with other
                 parameters, or not a whole state.
-            RuntimeError: the module has other parameters.
+            RuntimeError: the module has other parameters, or rows were added and not applied.
         """
+        self._refuse_added("load_state_dict()")
         self.check_state_dict(state_dict)
         self._state().load(state_dict)
         saved = state_dict.get("bits")
@@ -573,6 +571,13 @@ class TrainStep(SaysInstead):
         self._loaded = self._updates = state_dict.get("updates", 0)
         if self._is_auto:  # a number given by hand stays, and rows are not a cost
             self._limit.set(self._limit.unit, state_dict["limit"].get(self._limit.unit))
+
+    def _refuse_added(self, call: str) -> None:
+        """Raises ``RuntimeError`` for rows that are not in an update yet."""
+        if self._update is not None:
+            raise RuntimeError(
+                f"rows were added that are not in an update yet, expected apply() before {call}"
+            )
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raises the errors of :meth:`load_state_dict`, without changing anything."""

@@ -41,7 +41,6 @@ from ..batch.rows import (
     spread,
 )
 from ..loss.copies import Calls
-from ..loss.coupled import CoupledLoss
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
@@ -325,7 +324,8 @@ class Accumulation(Attempt):
         weight_before: float,
     ) -> None:
         device = self._device = forwards.model.devices[0]
-        dtypes = {tensor.dtype.to_real() for tensor in forwards.trained.values()}
+        present = {tensor.dtype for tensor in forwards.trained.values()}
+        dtypes = {dtype.to_real() for dtype in present}
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.forwards = forwards
         self.sync = sync
@@ -389,9 +389,9 @@ class Accumulation(Attempt):
             with profiled("micro-batch"):
                 self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
 
-    def run_again(self, run: BatchRun, loss: CoupledLoss) -> None:
-        """Runs a batch in the second of two passes."""
-        self.run(run, self.plan(run), loss.hand_back)
+    def run_again(self, run: BatchRun, learned: Kind, hand_back: Compute) -> None:
+        """Runs a batch in the second of two passes. The first one has shown the kind ``learned``."""
+        self.run(run, self.plan(run), hand_back)
 
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns the shards of each micro-batch. Ranks may have to agree on their number."""

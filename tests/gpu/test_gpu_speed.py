@@ -16,9 +16,12 @@ from helpers.gpu import language_model, make_step, on, plain_step
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep
+
 SEARCH_LIMIT = 1.5  # a search for a plan in each step would be several times the step
 GROWTH_LIMIT = 32.0  # MiB of host memory in 150 steps, after the first 50
 SLOWER_LIMIT = 1.1
+HOST_LIMIT = 1.25
 PEAK_LIMIT = 1.05
 HOTTEST_LIMIT = 1.1  # largest peak over the mean of all devices
 LONGEST = 45.0  # seconds for the 200 steps
@@ -165,3 +168,65 @@ def test_a_step_takes_at_most_the_time_of_data_parallel_and_its_peaks_are_balanc
     at_most("hottest peak / mean", max(peaks) * len(devices) / sum(peaks), HOTTEST_LIMIT)
     if machine.cluster is None:
         at_most(f"{own * 1e3:.1f} ms / nn.DataParallel", own / theirs, SLOWER_LIMIT)
+
+
+@on("one")
+def test_host_and_device_time_of_gpt2_small_beside_the_loops_by_hand(
+    machine, at_most, record_property
+):
+    """Four micro-batches in bf16. The exact loop sums, and divides by the targets of all of them."""
+    rows = machine.size(16, 4)
+    model, batch = language_model(machine, rows, words=50257, width=768, layers=12)
+    inputs, targets = (tensor.to(machine.first) for tensor in batch)
+
+    def by_hand(exact):
+        net = copy.deepcopy(model).to(machine.first)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+
+        def step():
+            optimizer.zero_grad()
+            count = (targets != -100).sum() if exact else 4
+            for some, wanted in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+                with Precision("bf16").autocast([machine.first]):
+                    loss = nn.functional.cross_entropy(
+                        net(some), wanted, reduction="sum" if exact else "mean"
+                    )
+                (loss / count).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+
+        return step
+
+    own = DataParallelModel(copy.deepcopy(model), [machine.first])
+    train = TrainStep(
+        own,
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.AdamW(own.parameters(), lr=1e-4),
+        micro_batch_size=rows // 4,
+        precision="bf16",
+        max_grad_norm=1.0,
+    )
+    programs = {
+        "TrainStep": lambda: train(inputs, targets),
+        "loop": by_hand(False),
+        "exact loop": by_hand(True),
+    }
+    hosts, wholes = {name: [] for name in programs}, {name: [] for name in programs}
+    for _ in range(machine.size(12, 3)):
+        for name, program in programs.items():
+            machine.synchronize()
+            started = time.perf_counter()
+            program()
+            hosts[name].append(time.perf_counter() - started)
+            machine.synchronize()
+            wholes[name].append(time.perf_counter() - started)
+    host, whole = (
+        {name: statistics.median(times[2:]) for name, times in each.items()}
+        for each in (hosts, wholes)
+    )
+    for name in programs:
+        text = f"{name}: host {host[name] * 1e3:.1f} ms of {whole[name] * 1e3:.1f} ms"
+        record_property("measured", text)
+    for name in ("loop", "exact loop") if machine.cluster is None else ():
+        at_most(f"whole / {name}", whole["TrainStep"] / whole[name], SLOWER_LIMIT)
+        at_most(f"host / {name}", host["TrainStep"] / host[name], HOST_LIMIT)

@@ -25,7 +25,6 @@ from balanced_parallel import (
     PerReplica,
     Rows,
     parallelize,
-    verify,
 )
 
 
@@ -88,14 +87,6 @@ def test_settings_of_other_kinds_are_refused():
         AdditiveLoss(torch.sum)
     with pytest.raises(ValueError, match="whole='yes', expected True or False"):
         DataParallelCriterion(correlation_loss, whole="yes")
-
-
-@pytest.mark.parametrize("kind", ["pairs", "correlation"])
-def test_verify_proves_any_split(kind):
-    module, criterion, inputs, targets = coupled_problem(kind)
-    report = verify(module, criterion, inputs, targets, device_ids=["cpu"] * 2, micro_batch_size=2)
-    assert report.equal, report
-    assert report.micro_batches > 1
 
 
 def test_an_output_without_rows_must_be_the_same_everywhere():

@@ -296,3 +296,13 @@ def test_a_new_saving_is_two_objects(monkeypatch):
     )
     assert "fewer layers" in plan.chosen.name
     assert line in plan.lines
+
+
+@pytest.mark.parametrize(("kind", "part"), [("a100", 0.9), ("sim", 1.0)])
+def test_a_tenth_of_a_gpu_stays_free_with_shards(kind, part):
+    """Published programs of FSDP need more than is predicted, and a plan called full devices a fit."""
+    problem = Problem(nn.Linear(4, 3), nn.MSELoss(), torch.empty(8, 4), torch.empty(8, 3))
+    for layout, limit in {"fsdp": part, "ddp": 1.0}.items():
+        request = make_request(problem, layout=layout, devices=2, device_kind=kind)
+        option = candidates.Option((), request, (2**30,) * 2, 8)
+        assert option.limits == [int(limit * 2**30) - candidates.SCALARS] * 2

@@ -16,7 +16,7 @@ from helpers.memory_problems import estimated
 from torch import nn
 
 from balanced_parallel import memory, simulate
-from balanced_parallel.memory.report import holders_table, parse_each
+from balanced_parallel.memory.report import holders_table, parse_each, progress_of
 from balanced_parallel.runtime.values import format_bytes, parse_bytes
 
 REPLICAS = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
@@ -302,3 +302,12 @@ def test_other_capacities_are_named(size):
         ValueError, match="is not a memory size, expected a positive number of bytes"
     ):
         parse_each(size, 1)
+
+
+def test_devices_of_a_page_have_one_axis_of_progress():
+    """The events of all devices were counted one after another, so that device 0 seemed to wait."""
+    first = [8, 9, 9, 9, 5, 5, 1]
+    second = [8, 8, 8, 9, 9, 5, 1]
+    bounds = [0, 4, 6, 7]
+    assert progress_of(first, bounds) == [(0, 8), (0.5, 9), (1, 5), (2, 1)]
+    assert progress_of(second, bounds) == [(0, 8), (0.5, 9), (1, 9), (1.5, 5), (2, 1)]

@@ -13,9 +13,7 @@ from helpers.problems import (
     assert_equal,
     assert_same_gradients,
     build_net,
-    class_batch,
     gradients,
-    plain_program,
 )
 from torch import nn
 from torch.testing import assert_close
@@ -36,16 +34,6 @@ pytestmark = pytest.mark.usefixtures("double")
 
 class TestGatherOutputs:
     """``gather_outputs=True`` returns what ``nn.DataParallel`` returns."""
-
-    def test_gathered_outputs_work_with_a_plain_loss(self):
-        net = build_net()
-        x, target = class_batch(7, 2)
-        loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
-        output = DataParallelModel(net, CPUS, gather_outputs=True)(x)
-        found = nn.CrossEntropyLoss()(output, target)
-        found.backward()
-        assert_close(found, loss)
-        assert_same_gradients(gradients(net), expected)
 
     def test_submodule_can_be_wrapped(self):
         module = nn.Sequential(build_net(4), nn.ReLU(), nn.Linear(4, 2))

@@ -731,3 +731,53 @@ def test_the_first_forward_by_hand_advances_its_state_once_on_ranks(rank):
     losses, *state = train_stateful(nets[1], model, criterion, rows)
     assert losses == pytest.approx(expected[0], rel=1e-9)
     assert (*state,) == expected[1:]
+
+
+class Forces(nn.Module):
+    """A model whose loss has a derivative with respect to its inputs."""
+
+    def __init__(self, reduce=torch.sum, enabled=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.energy = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+        self.reduce, self.enabled = reduce, enabled
+
+    def forward(self, inputs, target):
+        inputs = inputs.detach().requires_grad_()
+        with torch.set_grad_enabled(self.enabled or torch.is_grad_enabled()):
+            energy = self.energy(inputs)
+            (forces,) = torch.autograd.grad(self.reduce(energy), inputs, create_graph=True)
+        return F.mse_loss(energy, target[:, :1]) + F.mse_loss(forces, target[:, 1:])
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_forces_in_the_loss_of_a_model_are_exact(devices, limit):
+    """They were no function of sums."""
+    net, batch = Forces(), make_batch()
+    expected = net(*batch)
+    expected.backward()
+    gradient = net.energy[0].weight.grad.clone()
+    net.zero_grad()
+    model = DataParallelModel(net, ["cpu"] * devices)
+    loss = DataParallelCriterion(lambda loss: loss)(model(*batch))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(net.energy[0].weight.grad, gradient)
+    step = step_of(net, lambda loss: loss, ["cpu"] * devices, limit)
+    torch.testing.assert_close(step(batch), expected.detach())
+
+
+@pytest.mark.parametrize(
+    ("net", "text"),
+    [
+        (Forces(torch.mean), "is not a function of sums over the rows"),
+        (Forces(enabled=False), "does not require grad"),
+    ],
+)
+def test_forces_of_a_mean_or_without_a_graph_are_an_error(net, text):
+    step = step_of(net, lambda loss: loss, rows=2)
+    with pytest.raises((ValueError, RuntimeError), match=text) as error:
+        step(make_batch())
+    notes = "".join(getattr(error.value, "__notes__", []))
+    assert "block of torch.enable_grad()" in notes or isinstance(error.value, ValueError)

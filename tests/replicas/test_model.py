@@ -45,13 +45,6 @@ def test_one_output_per_replica_that_had_rows(rows):
     ] or [0]
 
 
-def test_one_device_returns_a_list():
-    x = torch.randn(3, 4)
-    net = build_net()
-    (output,) = DataParallelModel(net, ["cpu"])(x)
-    assert torch.equal(output, net(x))
-
-
 def test_keyword_arguments_are_split_and_scalars_are_not():
     outputs = DataParallelModel(Recorder(), CPUS)(
         mask=torch.arange(4), scale=torch.tensor(2.0), names=list("abcd"), flag=True

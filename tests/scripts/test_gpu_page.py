@@ -7,6 +7,8 @@ import torch
 from helpers.processes import run_script
 from helpers.scripts import SCRIPT
 
+PARTS = ["correctness", "memory", "time", "two processes"]
+
 
 def gpu_page(out, *flags):
     settings = ("-p", "no:cacheprovider", "-n", "0", "-W", "ignore:Module already imported")
@@ -32,4 +34,27 @@ def test_a_run_of_skipped_tests_is_a_failure_with_a_reason(tmp_path):
     done, page = gpu_page(tmp_path / "page.md", "-k", "never_wait")
     assert done.returncode == 1
     assert "skipped: needs a GPU: torch.cuda.is_available() is False" in page
-    assert "passed" not in page
+    assert "| passed" not in page
+
+
+@pytest.mark.parametrize("broken", [None, "correctness", "memory", "time", "two processes"])
+def test_parts_report_beside_one_that_breaks(tmp_path, broken):
+    flags = ("--break-part", broken) if broken else ()
+    select = "overflow or encoder or gpt2 or OFF"
+    done, page = gpu_page(
+        tmp_path / "page.md", "--simulate", "--minutes", "8", *flags, "-k", select
+    )
+    parts = dict(zip(PARTS, page.split("\n## ")[1:], strict=True))
+    for name, part in parts.items():
+        assert part.startswith(name.capitalize())
+        assert "If a number is off, look first at " in part
+        assert ("ended with code 3" in part) == (name == broken)
+        assert ("| passed" in part) == (name not in (broken, "memory"))
+    assert "TrainStep: host " in parts["time"] or broken == "time"
+    assert done.returncode == 1
+
+
+def test_a_part_ends_in_its_time(tmp_path):
+    done, page = gpu_page(tmp_path / "page.md", "--simulate", "--minutes", "0.001")
+    assert page.count("stopped after 0 s") == len(PARTS)
+    assert done.returncode == 1

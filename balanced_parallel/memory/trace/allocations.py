@@ -76,7 +76,7 @@ class Block:
     module: str
     line: str
     stream: int = 0  # 1 for a side stream: only that stream reuses the memory
-    least: int = 0  # of this and fewer bytes there is no block
+    least: int = 0  # there is no block of so few bytes
     most: int = UNLIMITED  # bytes for any number of rows
     is_output: bool = False  # a loop may keep it until the next forward
 

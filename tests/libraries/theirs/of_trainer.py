@@ -15,7 +15,12 @@ import os
 from exact import exact
 from suite import Suite, main
 
-REASONS: dict[str, str] = {}
+REASONS = {
+    "np.float32": "The loss of an evaluation is computed from sums over the shards, and differs in its last bit",
+    "from trainer_state.json|AssertionError: 8 != 4": "The test reads the number of rows for a device, which the script halves",
+    "mat1 and mat2": "The model takes the rows of a batch for the features of one row, and the test has one row",
+    "mse_loss of the first rows": "The model adds a random number of Python and NumPy to all rows of a forward: refused by name",
+}
 UNSELECTED = "Hub Ray Wandb Optuna Sigopt push_to_hub deepspeed fsdp"
 
 
