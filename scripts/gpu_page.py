@@ -155,7 +155,7 @@ def main() -> None:
         seconds = None
         if flags.minutes:
             of_later = sum(later.share for later in parts[number + 1 :])
-            seconds = 60 * flags.minutes * (1 - of_later) - (time.monotonic() - started)
+            seconds = max(0.0, 60 * flags.minutes * (1 - of_later) - (time.monotonic() - started))
         begun = time.monotonic()
         end, rows = run_part(part, seconds, ["-m", selected, *others], is_broken=part.name in flags.break_part)
         has_failed |= end != "ended with code 0" or not any(row[2] == "passed" for row in rows)
