@@ -24,7 +24,7 @@ from ..runtime.collectives import (
     world_size,
 )
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, visible_devices
-from ..runtime.torch_private import divides_by_counts, nodes_behind, profiled
+from ..runtime.torch_private import NO_RANGE, divides_by_counts, is_profiled, nodes_behind, profiled
 from ..runtime.values import check_type, naming_arguments
 from . import containers
 from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims, map_rows
@@ -435,7 +435,7 @@ def _as_per_replica(outputs: object) -> PerReplica:
 
 
 def _join_in_order(outputs: PerReplica, device: DeviceLike | None, dims: Dims) -> object:
-    with profiled("gather"):
+    with profiled("gather") if is_profiled() else NO_RANGE:
         if outputs.order is None:
             return join(outputs, device, dims)
         return reorder(join(outputs, device, dims, pads=True), outputs.order, dims, len(outputs))

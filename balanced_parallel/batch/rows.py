@@ -235,6 +235,8 @@ class ParallelModel(nn.Module):
     def _by_hand(self, method: str | None, arguments: Arguments) -> Any:
         kind = method, len(arguments.inputs), *arguments.kwargs
         may_have_loss = self.noting is None and kind not in self._without_number
+        # A compiled function cannot call the model, and is told so later.
+        may_have_loss = may_have_loss and not torch.compiler.is_compiling()
         put_state = self.copy_state() if may_have_loss and torch.is_grad_enabled() else None
         outputs = self._run_by_hand(method, arguments)
         is_split = isinstance(outputs, PerReplica) and bool(outputs)

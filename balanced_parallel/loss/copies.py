@@ -21,7 +21,7 @@ from ..replicas.all_rows import ALL, UNEXPECTED, forward_of
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import OnCollective, gather_objects, world_size
 from ..runtime.devices import pin
-from ..runtime.torch_private import is_differentiable, profiled
+from ..runtime.torch_private import NO_RANGE, is_differentiable, is_profiled, profiled
 from ..runtime.values import Precision
 from .rules import instead_of
 from .sums import zero_of
@@ -318,7 +318,7 @@ def _call(
     *others: object,
 ) -> T:
     targets, kwargs = move_arguments(shard.targets, device)
-    with shard.context(), profiled("criterion"):
+    with shard.context(), profiled("criterion") if is_profiled() else NO_RANGE:
         try:
             return function(
                 ShardLoss(

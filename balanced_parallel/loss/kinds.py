@@ -60,7 +60,7 @@ from .sums import (
     weighted_sum,
     widen,
 )
-from .validation import check_settings, refuse_uncounted
+from .validation import add_uncounted, check_settings
 
 Divisor = (
     Callable[..., object] | str | Mapping[Any, Callable[..., object]] | Sequence[Callable[..., Any]]
@@ -379,11 +379,11 @@ class WeighedMean(_Mean):
         minimum = self.settings.minimum
         bounds = bounds_of(minimum, weights)
         is_skipped = weights == 0 == minimum and not shard.collectives.sums_rows
-        if is_skipped and shard.rows:
-            refuse_uncounted(shard)
         if not shard.rows or is_skipped:
             # The criterion would return nan or raise an error.
             nothing = shard.nothing()
+            if shard.rows:
+                nothing = add_uncounted(nothing, shard)
             return map_weights(lambda weight: LossSum(nothing, weight, bound=next(bounds)), weights)
         means = shard.call()
         if shard.collectives.is_used:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..batch import containers
 from ..runtime.torch_private import is_compiled, is_compiled_function
@@ -96,15 +96,21 @@ def _check_reduction(criterion: object, reduction: str | None) -> None:
         )
 
 
-@torch.no_grad()
-def refuse_uncounted(shard: ShardLoss) -> None:
-    """Raises ``ValueError`` if a shard whose weight is zero has a sum that is not: it is infinite."""
+def add_uncounted(nothing: Tensor, shard: ShardLoss) -> Tensor:
+    """Adds the loss of a shard whose weight is zero to ``nothing``, if it is infinite: a sum that is
+    not zero. On the CPU it is an error; the host does not wait for other devices.
+    """
     try:
-        means = shard.call()
+        with torch.no_grad():
+            means = containers.tensors_in(shard.call())
     except Exception:  # noqa: BLE001 - it may need something that is counted
-        return
-    if any(bool(mean.isinf().any()) for mean in containers.tensors_in(means)):
-        raise ValueError(
-            "the loss of a shard is infinite, and its weight= is 0, so that its sum is unknown, expected a weight that counts "
-            "all terms of the sum: leave weight= out, or give minimum= for a criterion that divides by max(count, minimum)"
-        )
+        return nothing
+    for mean in means:
+        if not mean.is_cpu:
+            nothing = nothing + torch.where(mean.isinf(), mean, 0.0).sum().to(nothing)
+        elif mean.isinf().any():
+            raise ValueError(
+                "the loss of a shard is infinite, and its weight= is 0, so that its sum is unknown, expected a weight that counts "
+                "all terms of the sum: leave weight= out, or give minimum= for a criterion that divides by max(count, minimum)"
+            )
+    return nothing

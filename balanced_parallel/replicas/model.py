@@ -20,7 +20,7 @@ from ..batch.rows import NOTHING, Batch, Noting, ParallelModel, Shard, move_argu
 from ..runtime.collectives import OnCollective, refuse_renorm
 from ..runtime.devices import DeviceLike, Devices, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
-from ..runtime.torch_private import children_of, profiled
+from ..runtime.torch_private import NO_RANGE, children_of, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
 from .all_rows import SumOverRows
 from .batchnorm import AllRowsBatchNorm
@@ -308,5 +308,5 @@ def _call(method: str | None, noting: Noting | None, replica: nn.Module, shard: 
     function = replica if method is None else getattr(replica, method)
     if noting is not None:
         function = functools.partial(noting.call, replica, function)
-    with shard.context(), profiled(f"replica on {shard.device}"):
+    with shard.context(), profiled(f"replica on {shard.device}") if is_profiled() else NO_RANGE:
         return function(*inputs, **kwargs)

@@ -273,7 +273,11 @@ class ExactAccumulation(Accumulation):
         with self._groups.accumulating():
             for shards in plan:
                 # No variable keeps the losses, and their graph, during the next forward.
-                with torch_private.profiled("micro-batch"):
+                with (
+                    torch_private.profiled("micro-batch")
+                    if torch_private.is_profiled()
+                    else torch_private.NO_RANGE
+                ):
                     self._run_backwards(shards, self.forwards.run(shards, compute, run.outputs))
         for name, buffer in self._buffers():
             copy = before.get(name)

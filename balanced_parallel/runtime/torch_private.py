@@ -7,6 +7,7 @@ its issues about that.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -53,9 +54,12 @@ __all__ = [
     "TorchDispatchMode",
 ]
 
-# A block that torch's profiler shows as a range of this name. Without a profiler it costs nothing:
-# torch.profiler.record_function calls operators then too.
+# A block that torch's profiler shows as a range of this name, where one records: a profiler may not
+# be started inside of it. torch.profiler.record_function calls operators without a profiler too.
 profiled = torch._C._profiler._RecordFunctionFast
+is_profiled = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
+NO_RANGE = contextlib.nullcontext()
+
 
 # Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private
 # functions.

@@ -42,7 +42,11 @@ def broadcast(tensor: Tensor, targets: Sequence[Tensor]) -> None:
 def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
     """Sums ``tensors`` of several devices into ``output``."""
     places = [tensor.device for tensor in tensors]
-    with torch_private.profiled("reduction"):
+    with (
+        torch_private.profiled("reduction")
+        if torch_private.is_profiled()
+        else torch_private.NO_RANGE
+    ):
         if output.device in places and _have_nccl(tensors):
             root = places.index(output.device)
             _run(nccl.reduce, [*map(_real, tensors)], _real(output), root=root)
@@ -61,7 +65,11 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
     sizes = [output.numel() for output in outputs]
     has_nccl = _have_nccl(tensors)
     if in_order and has_nccl and len(set(sizes)) == 1:
-        with torch_private.profiled("reduction"):
+        with (
+            torch_private.profiled("reduction")
+            if torch_private.is_profiled()
+            else torch_private.NO_RANGE
+        ):
             _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
         return
     # One list for each output.

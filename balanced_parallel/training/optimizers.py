@@ -149,7 +149,9 @@ class ParameterUpdate:
                 gradients = [each.grad for each in parameters if each.grad is not None]
                 first = weakref.ref(gradients[0] if gradients else self)
                 written = sum(map(version_of, gradients))
-                _claims[optimizer] = Claim(count_graph_nodes(), first, written)
+                _claims[optimizer] = Claim(
+                    count_graph_nodes(), first, written, count=len(gradients)
+                )
         except BaseException:
             if scaler is not None:
                 # the scale it has: this forgets what was unscaled, so the step can be repeated
@@ -219,6 +221,7 @@ class Claim(NamedTuple):
     first: Callable[[], object]  # A weak reference to the first gradient.
     written: int  # The writes to all of them.
     is_free: bool = False  # A step by hand may follow: a loop of the user has applied them.
+    count: int = 0  # The number of the gradients.
 
 
 _OWN = Claim(-1, object, 0)  # lets a step of TrainStep pass
@@ -273,6 +276,8 @@ def _warn_of_others(optimizer: Optimizer, claim: Claim) -> None:
     if _is_applied(optimizer, claim, writes=0):
         return
     gradients = local_tensors(_gradients_of(optimizer))
+    if claim.count and len(gradients) != claim.count:  # Parameters were added to the optimizer.
+        return
     if any(each.layout != torch.strided or bool(each.any()) for each in gradients):
         warnings.warn(
             "a backward or clipping has written to gradients since the last step of their optimizer, and this update drops them, "

@@ -31,8 +31,10 @@ from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import window
 from ..runtime import collectives
 from ..runtime.torch_private import (
+    NO_RANGE,
     backward_hooks_of,
     hooks_of,
+    is_profiled,
     profiled,
     versions,
     without_hooks,
@@ -454,7 +456,7 @@ class TrainStep(SaysInstead):
             return reduced.loss
         try:
             with (
-                profiled("update"),
+                profiled("update") if is_profiled() else NO_RANGE,
                 retrying_allocations(self.model.devices) if self._is_auto else nullcontext(),
             ):
                 norm = self.max_grad_norm

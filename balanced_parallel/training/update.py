@@ -49,7 +49,7 @@ from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure
 from ..runtime.devices import move, start_copy
-from ..runtime.torch_private import is_compiled, profiled
+from ..runtime.torch_private import NO_RANGE, is_compiled, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, forget_gradients, scaled
 from .forward_state import ForwardState
 from .optimizers import ParameterUpdate
@@ -379,14 +379,14 @@ class Accumulation(Attempt):
         with self.sync.accumulating():
             for number, shards in enumerate(before, start=1):
                 # No variable keeps the losses, and their graph, during the next forward.
-                with profiled("micro-batch"):
+                with profiled("micro-batch") if is_profiled() else NO_RANGE:
                     self._backward(
                         self.forwards.run(shards, compute, run.outputs),
                         len(plan) - number,
                         is_last=False,
                     )
         for shards in last:
-            with profiled("micro-batch"):
+            with profiled("micro-batch") if is_profiled() else NO_RANGE:
                 self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
 
     def run_again(self, run: BatchRun, learned: Kind, hand_back: Compute) -> None:

@@ -95,6 +95,7 @@ def test_data_parallel_model_no_refcycles(count):
         lambda: step(inputs, targets),
     ]
     for run in runs:
+        model.zero_grad()
         run()
         gc.collect()
         run()
