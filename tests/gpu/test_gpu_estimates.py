@@ -50,9 +50,8 @@ def test_predicted_bytes_are_those_of_the_allocator(machine, name, precision, at
     if name == "LSTM" and machine.cluster:
         pytest.skip("no estimate knows the operators of an LSTM on simulated devices")
     problem = build(name, machine.size)
-    report = memory.estimate(
-        problem.module, problem.criterion, problem.inputs, problem.targets, precision=precision
-    )
+    arguments = problem.module, problem.criterion, problem.inputs, problem.targets
+    report = memory.estimate(*arguments, precision=precision, keeps_gradients=False)
     machine.release()
     active, reserved = used_bytes(machine.first, problem, precision)
     for text, predicted, used, limit in (
