@@ -110,7 +110,7 @@ def add_uncounted(nothing: Tensor, shard: ShardLoss) -> Tensor:
             nothing = nothing + torch.where(mean.isinf(), mean, 0.0).sum().to(nothing)
         elif mean.isinf().any():
             raise ValueError(
-                "the loss of a shard is infinite, and its weight= is 0, so that its sum is unknown, expected a weight that counts "
-                "all terms of the sum: leave weight= out, or give minimum= for a criterion that divides by max(count, minimum)"
+                "the loss of a shard is infinite, and its weight= is 0, so that its sum is unknown, expected a weight that "
+                "counts all terms of the sum: leave weight= out, or give minimum= for a criterion that divides by max(count, minimum)"
             )
     return nothing

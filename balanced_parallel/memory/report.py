@@ -271,7 +271,14 @@ class MemoryReport:
 
 
 class KindComparison(dict[str, MemoryReport]):
-    """The reports of an update by the names of device kinds. As text it is a table."""
+    """The reports of an update by the names of device kinds. As text it is a table.
+
+    Example:
+        >>> net, batch = torch.nn.Linear(4, 2), (torch.zeros(8, 4), torch.zeros(8, 2))
+        >>> kinds = memory.compare_kinds(net, torch.nn.MSELoss(), *batch, device_kind=["a100", "t4"])
+        >>> [*kinds]
+        ['a100', 't4']
+    """
 
     def __str__(self) -> str:
         rows = []

@@ -259,6 +259,6 @@ def _compare(whole: object, *rows: object) -> None:
             if (values - expected).abs().max() > limit:
                 raise ValueError(
                     "an operator draws for several parts of each row, and their order is another than that of the rows, as in "
-                    "torch.cat([h, h]), so reproducible=True does not know the rows: draw for torch.stack([h, h]), or for parts "
-                    "of a row beside each other"
+                    "torch.cat([h, h]), so reproducible=True does not know the rows, expected a draw for torch.stack([h, h]), or "
+                    "for parts of a row beside each other"
                 )

@@ -104,7 +104,7 @@ class ShardedModel(RankModel):
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
             self.gradients.add(unit, names.get(id(unit)) or "root")
-        self._parameters_at_start = dict(self._places())
+        self._note_parameters()  # The shards.
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
         self._required = {
             name: (parameter, parameter.requires_grad)

@@ -84,11 +84,7 @@ class RankModel(ParallelModel):
         self._whole: dict[str, tuple[int, Tensor]] = {}
         self.written: set[str] = set()  # Parameters that a forward writes.
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
-        self._parameters_at_start = dict(self._places())
-        tables = torch_private.parameters_of, torch_private.children_of
-        # The parameters and the children of each layer. To look for them takes longer.
-        self._tables = [of(layer) for layer in self.module.modules() for of in tables]
-        self._at_start = [*itertools.chain(*[table.values() for table in self._tables])]
+        self._note_parameters()
 
     def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
         (shard,) = shards
@@ -112,6 +108,15 @@ class RankModel(ParallelModel):
         for layer in module.modules():
             for name, parameter in layer.named_parameters(recurse=False):
                 yield (layer, name), parameter
+
+    def _note_parameters(self) -> None:
+        """Notes the parameters, and those and the children of each layer: to look for them in each
+        update takes longer.
+        """
+        self._parameters_at_start = dict(self._places())
+        tables = torch_private.parameters_of, torch_private.children_of
+        self._tables = [of(layer) for layer in self.module.modules() for of in tables]
+        self._at_start = [*itertools.chain(*[table.values() for table in self._tables])]
 
     def has_changed(self) -> bool:
         """Returns True if a layer has another parameter or another child than at the start."""

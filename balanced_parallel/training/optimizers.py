@@ -150,7 +150,7 @@ class ParameterUpdate:
                 first = weakref.ref(gradients[0] if gradients else self)
                 written = sum(map(version_of, gradients))
                 _claims[optimizer] = Claim(
-                    count_graph_nodes(), first, written, count=len(gradients)
+                    count_graph_nodes(), first, written, gradients=len(gradients)
                 )
         except BaseException:
             if scaler is not None:
@@ -221,7 +221,7 @@ class Claim(NamedTuple):
     first: Callable[[], object]  # A weak reference to the first gradient.
     written: int  # The writes to all of them.
     is_free: bool = False  # A step by hand may follow: a loop of the user has applied them.
-    count: int = 0  # The number of the gradients.
+    gradients: int = 0  # Their number.
 
 
 _OWN = Claim(-1, object, 0)  # lets a step of TrainStep pass
@@ -276,7 +276,9 @@ def _warn_of_others(optimizer: Optimizer, claim: Claim) -> None:
     if _is_applied(optimizer, claim, writes=0):
         return
     gradients = local_tensors(_gradients_of(optimizer))
-    if claim.count and len(gradients) != claim.count:  # Parameters were added to the optimizer.
+    if (
+        claim.gradients and len(gradients) != claim.gradients
+    ):  # Parameters were added to the optimizer.
         return
     if any(each.layout != torch.strided or bool(each.any()) for each in gradients):
         warnings.warn(
