@@ -111,6 +111,6 @@ def add_uncounted(nothing: Tensor, shard: ShardLoss) -> Tensor:
         elif mean.isinf().any():
             raise ValueError(
                 "the loss of a shard is infinite, and its weight= is 0, so that its sum is unknown, expected a weight that "
-                "counts all terms of the sum: leave weight= out, or give minimum= for a criterion that divides by max(count, minimum)"
+                "counts all terms of the sum: leave weight= out, or give minimum= for one that divides by max(count, minimum)"
             )
     return nothing
