@@ -1,4 +1,4 @@
-"""How do bytes, copies, memory and the work of the host grow with devices and micro-batches?
+"""Tells how bytes, copies, memory and the work of the host grow with devices and micro-batches.
 
 Each formula stands beside counts of an update with Adam on simulated devices. Run without arguments, it measures everything and
 writes the README beside it.

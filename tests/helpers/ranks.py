@@ -167,6 +167,7 @@ def _rank_main(pipe, environment, rank, world_size, port):
             answer = traceback.format_exc(), None
         pipe.send(answer)
         del arguments, answer
+        _reset()  # A module that is imported for the next function may make tensors.
 
 
 def _reset():
