@@ -34,7 +34,7 @@ from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .entries import add_means
 from .formula import lengths_of
 from .inside import ForwardNotes, note_again
-from .means import LossOfMeans, SumName, note_sums, single_mean
+from .means import ChangedLossError, LossOfMeans, SumName, note_sums, single_mean
 from .rules import (
     counts_classes,
     find_torch_loss,
@@ -483,6 +483,26 @@ class OneCount(MeansInside):
         loss.check([part.terms or {} for part in parts], calls)
         loss.compare(loss.samples, parts[0].total.device)
         return parts
+
+    def sums_of_only(self, calls: Calls) -> list[LossSum]:
+        """Returns the part of each replica in the only forward of an update.
+
+        The loss may have become another function there, whose sums this forward has all.
+        """
+        try:
+            return self.sums(calls)
+        except ChangedLossError:
+            if world_size() > 1:  # The ranks would have to agree.
+                raise
+        loss = LossOfMeans(calls.copies, _HOST).of_model(calls.outputs.model_of())
+        parts = loss.collect(calls)
+        loss.differentiate(None)
+        share = 1 / len(parts)
+        losses = loss.hand_back_parts(parts)
+        return [
+            dataclasses.replace(part, weight=share if part.weight is None else part.weight)
+            for part in losses
+        ]
 
 
 @dataclass(frozen=True, eq=False)

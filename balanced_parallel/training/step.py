@@ -294,7 +294,7 @@ class TrainStep(SaysInstead):
                 loss = self._apply(update, hooks)
         except ChangedLossError:
             # Ranks would have to agree that they run the update again.
-            if self._has_ranks or not is_only or not self._forwards.is_undone:
+            if self._has_ranks or not is_only:
                 raise
             return self(inputs, targets, return_outputs=return_outputs)  # type: ignore[call-overload,no-any-return]
         return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss

@@ -43,7 +43,7 @@ from ..batch.rows import (
 from ..loss.copies import Calls
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
-from ..loss.kinds import Kind
+from ..loss.kinds import Kind, OneCount
 from ..loss.means import SumName, compare_names
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
@@ -205,7 +205,6 @@ class Forwards:
         self._prepare = prepare
         state = ForwardState(model.module, criterion.module)
         self.state = None if state.is_empty else state
-        self.is_undone = True
 
     def mark(self, inputs: Any, targets: Any) -> tuple[Arguments, Arguments, tuple[int, int]]:
         """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
@@ -234,11 +233,7 @@ class Forwards:
         return run
 
     def undo(self) -> None:
-        """Puts back what the forwards of an update that has failed have advanced.
-
-        ``is_undone`` tells whether an update of a single forward has advanced nothing.
-        """
-        self.is_undone = self.state is None or self.state.is_open
+        """Puts back what the forwards of an update that has failed have advanced."""
         if self.state is not None:
             self.state.undo()
 
@@ -364,10 +359,12 @@ class Accumulation(Attempt):
         kind = self.kind.of_batch(run.batch.counted_targets, is_whole=run.is_whole)
         if run.batch.pads:
             run.batch.check_weight(lambda *targets: kind.weight_of(targets))
+        is_only = run.is_whole and len(plan) == 1 and not self._has_kind
+        compute = kind.sums_of_only if is_only and isinstance(kind, OneCount) else kind.sums
         self._has_kind = True
         self._add_weight(kind.weight)
         self._is_mean = self._is_mean and kind.is_mean
-        self.run(run, plan, kind.sums)
+        self.run(run, plan, compute)
 
     def run(self, run: BatchRun, plan: list[list[Shard]], compute: Compute) -> None:
         """Runs forward and backward of each micro-batch of a plan, with the losses that ``compute``
