@@ -99,13 +99,22 @@ class Checks:
     def __init__(self) -> None:
         self._calls = 0
         self._forms: set[Hashable] = set()
+        # A sample of one row shows nothing, until there is another row.
+        self.pending: list[object] = []
 
     def are_due(self, form: Hashable) -> bool:
         """Counts a call. Returns True if statistics of this form are to be compared."""
         self._calls += 1
         is_new = form not in self._forms
         self._forms.add(form)
-        return is_new or not self._calls & (self._calls - 1)
+        return is_new or bool(self.pending) or not self._calls & (self._calls - 1)
+
+    def take(self, samples: list[object], *, of_one_row: bool) -> list[object]:
+        """Returns samples with the one that was pending, or keeps that of one row."""
+        samples = self.pending + samples
+        waits = of_one_row and len(samples) == 1
+        self.pending = samples if waits else []
+        return [] if waits else samples
 
 
 class ShardLoss(NamedTuple):

@@ -65,8 +65,8 @@ _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 # Values of a tensor, as Python objects.
 _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}
 # The size of the result depends on values.
-_SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}
-_OF_VALUES = _SELECTIONS | {"where", "__setitem__"}
+_SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount", "pack_padded_sequence"}
+_OF_VALUES = _SELECTIONS | {"where", "__setitem__", "_pack_padded_sequence"}
 _ELEMENTS = {"unbind", "getitem", "select"}
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 # Another tensor gives its type and its device.
@@ -775,7 +775,9 @@ class SumNotes(TorchFunctionMode):
             with hooks or contextlib.nullcontext():
                 result = total / divisor
             key = self._key(function, arguments)
-            is_counted = RULES[function] is RULES[F.cross_entropy] or "weight" in arguments
+            has_weight = arguments.get("weight") is not None
+            is_selected = self._of(arguments.get("input")).is_selected
+            is_counted = RULES[function] is RULES[F.cross_entropy] or has_weight or is_selected
             # Other divisors follow from sizes.
             count = divisor.item() if divisor.is_cpu and not is_counted else divisor
             self._quotient(name, self._add(name, total), count, key, result, is_target=False)
@@ -828,6 +830,8 @@ class SumNotes(TorchFunctionMode):
                 "for them: loss.backward(), then penalty(model.module).backward(); in TrainStep, parameter.register_hook adds a "
                 "derivative"
             )
+        is_sized = self._knows_numbers and not self._has_entries
+        lengths = lengths_of(self._shapes, self._rows or 0) if is_sized else []
         statistics = [each for each in self.statistics if each.number in places]
         formula = Formula(
             structure,
@@ -837,7 +841,7 @@ class SumNotes(TorchFunctionMode):
             {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
             logged,
-            [] if self._has_entries else lengths_of(self._shapes, self._rows or 0),
+            lengths,
         )
         return formula, statistics
 

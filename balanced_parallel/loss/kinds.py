@@ -300,9 +300,11 @@ class KnownMean(_Mean):
 
     def _part(self, shard: ShardLoss) -> LossSum:
         """Returns the sum of the terms. There is no division, so no nan without counted targets."""
+        # multi_margin_loss of no rows returns uninitialised memory. An output without rows may have
+        # the length of another batch.
+        if not shard.rows:
+            return LossSum(widen(shard.nothing()), 0.0)
         weight = 0.0 if self.is_counted else call_weight(None, shard)
-        if not shard.rows:  # multi_margin_loss of no rows returns uninitialised memory
-            return LossSum(widen(shard.nothing()), weight)
         if "reduction" in shard.kwargs:  # it would override the sum
             shard = shard._replace(
                 kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"}
@@ -481,7 +483,11 @@ class OneCount(MeansInside):
         if world_size() == 1:  # Other ranks do not compare now.
             loss.of_model(calls.outputs.model_of())
         loss.check([part.terms or {} for part in parts], calls)
-        loss.compare(loss.samples, parts[0].total.device)
+        checks = calls.copies.checks
+        if checks is not None:
+            rows = sum(shard.target_rows for shard in calls.shards)
+            samples = checks.take(loss.samples, of_one_row=rows == 1)
+            loss.compare(samples, parts[0].total.device)
         return parts
 
     def sums_of_only(self, calls: Calls) -> list[LossSum]:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ..batch.containers import tensors_in
+from ..batch.containers import map_tensors, tensors_in
 from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.rows import move_arguments, move_leaves
@@ -430,8 +430,18 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
 
 
 def _avoid_views(module: nn.Module, inputs: object, output: object) -> object:
-    """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones."""
-    views = [tensor for tensor in tensors_of(output) if base_of(tensor) is not tensor]
+    """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones.
+
+    Parameters and views of them are copied: FSDP2 frees their memory behind the forward.
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.clone() if isinstance(base_of(tensor), nn.Parameter) else tensor
+
+    pairs = [(tensor, base_of(tensor)) for tensor in tensors_of(output)]
+    if [base for _, base in pairs if isinstance(base, nn.Parameter)]:
+        output = map_tensors(copied, output)
+    views = [tensor for tensor, base in pairs if base is not tensor]
     return watch_output(output) if views else output
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batch.containers import describe
 from ..loss.sums import Weight
@@ -152,11 +153,20 @@ class ParameterUpdate:
                 _claims[optimizer] = Claim(
                     count_graph_nodes(), first, written, gradients=len(gradients)
                 )
+            if len(self.trained) > len(self._parameters):
+                self._note_others()
         except BaseException:
             if scaler is not None:
                 # the scale it has: this forgets what was unscaled, so the step can be repeated
                 scaler.update(scaler.get_scale())
             raise
+
+    def _note_others(self) -> None:
+        """Notes gradients that stay in parameters of other optimizers, as a GAN's generator has."""
+        ids = {*map(id, self._parameters)}
+        for parameter in self.trained.values():
+            if id(parameter) not in ids and parameter.grad is not None:
+                _left[parameter.grad] = version_of(parameter.grad)
 
     def _finish_gradients(
         self, sync: UpdateSync, factor: Weight, scaler: torch.amp.GradScaler | None
@@ -221,13 +231,15 @@ class Claim(NamedTuple):
     first: Callable[[], object]  # A weak reference to the first gradient.
     written: int  # The writes to all of them.
     is_free: bool = False  # A step by hand may follow: a loop of the user has applied them.
-    gradients: int = 0  # Their number.
+    gradients: int = 0  # The number of gradients.
 
 
 _OWN = Claim(-1, object, 0)  # lets a step of TrainStep pass
 # Several steps, and loops by hand, may share optimizers and schedulers, so their states are of the
 # process.
 _claims: weakref.WeakKeyDictionary[Optimizer, Claim] = weakref.WeakKeyDictionary()
+# The gradients that a step has left in parameters of other optimizers, with their versions.
+_left = WeakIdKeyDictionary()
 # The epoch after a TrainStep.
 _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
@@ -275,11 +287,11 @@ def _warn_of_others(optimizer: Optimizer, claim: Claim) -> None:
     """Warns of gradients that an update of TrainStep drops: of a backward since the last step."""
     if _is_applied(optimizer, claim, writes=0):
         return
-    gradients = local_tensors(_gradients_of(optimizer))
-    if (
-        claim.gradients and len(gradients) != claim.gradients
-    ):  # Parameters were added to the optimizer.
+    present = _gradients_of(optimizer)
+    # Parameters were added to the optimizer.
+    if claim.gradients and len(present) != claim.gradients:
         return
+    gradients = local_tensors(each for each in present if _left.get(each) != version_of(each))
     if any(each.layout != torch.strided or bool(each.any()) for each in gradients):
         warnings.warn(
             "a backward or clipping has written to gradients since the last step of their optimizer, and this update drops them, "

@@ -1,0 +1,172 @@
+"""Rows whose lengths differ between shards, a first shard of one row, and outputs that are views of parameters."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import on_ranks
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def make_step(net, criterion, devices=1, rows=None, lr=0.0):
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    model = DataParallelModel(net, ["cpu"] * devices)
+    return TrainStep(model, DataParallelCriterion(criterion), optimizer, micro_batch_size=rows)
+
+
+def packed(output, target):
+    lengths = (target != 0).sum(1)
+    return pack_padded_sequence(output, lengths, batch_first=True, enforce_sorted=False).data
+
+
+OF_POSITIONS = {
+    "packed": lambda output, target: packed(output, target).square().mean(),
+    "cut": lambda output, target: (
+        torch.cat(
+            [
+                row[:length]
+                for row, length in zip(output, (target != 0).sum(1).tolist(), strict=True)
+            ]
+        )
+        .square()
+        .mean()
+    ),
+    "packed mse": lambda output, target: F.mse_loss(
+        packed(output, target), torch.ones_like(packed(output, target))
+    ),
+    "masked mse": lambda output, target: F.mse_loss(
+        output[target != 0], torch.ones_like(output[target != 0])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_POSITIONS)
+def test_means_over_the_positions_of_each_row_are_exact(name):
+    """Micro-batches pad to their own longest row, and the number of elements does not follow from that."""
+    torch.manual_seed(0)
+    net = nn.Embedding(11, 5)
+    step = make_step(net, OF_POSITIONS[name])
+    for _ in range(2):
+        rows = [torch.randint(1, 11, (length,)) for length in (2, 5, 3, 1, 4, 2)]
+        whole = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        expected = OF_POSITIONS[name](net(whole), whole)
+        for part in (rows[:2], rows[2:3], rows[3:]):
+            words = nn.utils.rnn.pad_sequence(part, batch_first=True)
+            step.add(words, words)
+        torch.testing.assert_close(step.apply(), expected.detach())
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda output, target: F.mse_loss(output, target),
+        lambda output, target: F.binary_cross_entropy_with_logits(output, target),
+        nn.BCEWithLogitsLoss(),
+    ],
+)
+def test_losses_of_torch_over_padded_positions_are_refused(criterion):
+    step = make_step(nn.Linear(4, 5), criterion)
+
+    def update():
+        step.add(torch.randn(3, 6, 4), torch.zeros(3, 6, 5))
+        step.add(torch.randn(2, 4, 4), torch.zeros(2, 4, 5))
+        step.apply()
+
+    with pytest.raises(ValueError, match="as if each shard pads to its own longest row"):
+        update()
+
+
+def test_rows_that_are_compared_later_are_seen_in_micro_batches_of_one_row():
+    """One row and its copies show nothing, so a sample waits for another row."""
+    number = 0
+
+    def criterion(output, target):
+        if number < 4:
+            return F.mse_loss(output, target)
+        errors = output - target
+        return (errors - errors.mean(0)).square().mean()
+
+    torch.manual_seed(0)
+    step = make_step(nn.Linear(4, 5), criterion, rows=1)
+    for number in range(4):  # noqa: B007 - the criterion reads it
+        step(torch.randn(6, 4), torch.rand(6, 5))
+    number = 4
+    with pytest.raises(ValueError, match="does not add up over the rows"):
+        step(torch.randn(6, 4), torch.rand(6, 5))
+
+
+def test_the_steps_of_a_gan_do_not_warn():
+    """The generator's step leaves gradients in the discriminator, which its own step drops."""
+    generator, discriminator = nn.Linear(3, 4), nn.Linear(4, 1)
+    both = nn.Sequential(generator, discriminator)
+    of_both = DataParallelModel(both, ["cpu"] * 2)
+    first = TrainStep(
+        of_both,
+        DataParallelCriterion(lambda scores: F.softplus(-scores).mean()),
+        torch.optim.SGD(generator.parameters(), lr=0.1),
+    )
+    second = make_step(discriminator, nn.BCEWithLogitsLoss(), 2, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            second(torch.randn(6, 4), torch.ones(6, 1))
+            first(torch.randn(6, 3))
+
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean, self.log_std = nn.Linear(4, 5), nn.Parameter(torch.linspace(-0.2, 0.2, 5))
+
+    def forward(self, inputs):
+        mean = self.mean(inputs)
+        return mean, self.log_std.expand_as(mean)
+
+
+def negative_log_likelihood(mean, log_std, target):
+    return (((mean - target) / log_std.exp()).square() / 2 + log_std).sum(1).mean()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_an_output_that_is_a_view_of_a_parameter(rank, strategy):
+    """FSDP2 frees its memory behind the forward: the process ended with a segmentation fault."""
+    torch.manual_seed(0)
+    net = Policy().double()
+    plain = copy.deepcopy(net)
+    model, criterion = parallelize(
+        net, DataParallelCriterion(negative_log_likelihood), strategy=strategy
+    )
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        inputs, target = torch.randn(7, 4).double(), torch.rand(7, 5).double()
+        mine = slice(0, 3) if rank == 0 else slice(3, 7)
+        optimizer.zero_grad()
+        expected = negative_log_likelihood(*plain(inputs), target)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(inputs[mine], target[mine]), expected.detach())
+
+
+@on_ranks(2)
+def test_a_rank_without_rows_may_have_another_length(rank):
+    """The output of a rank without rows is that of an earlier batch, of another length."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 5).double()
+    model, criterion = parallelize(net, nn.MSELoss(), strategy="ddp")
+    for number, length in enumerate((3, 4)):
+        inputs, target = torch.randn(4, length, 4).double(), torch.rand(4, length, 5).double()
+        rows = slice(2 * rank, 2 * rank + 2) if number == 0 else slice(0, 4 * rank)
+        loss = criterion(model(inputs[rows]), target[rows])
+        torch.testing.assert_close(loss.detach(), F.mse_loss(net(inputs), target).detach())
+        loss.backward()
