@@ -32,6 +32,7 @@ from ..batch import containers
 from ..replicas.all_rows import sum_over_rows
 from ..runtime.devices import move
 from ..runtime.torch_private import (
+    PACK_NAME,
     base_of,
     in_checkpoint,
     is_same,
@@ -66,7 +67,7 @@ _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}
 # The size of the result depends on values.
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount", "pack_padded_sequence"}
-_OF_VALUES = _SELECTIONS | {"where", "__setitem__", "_pack_padded_sequence"}
+_OF_VALUES = _SELECTIONS | {"where", "__setitem__", PACK_NAME}
 _ELEMENTS = {"unbind", "getitem", "select"}
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 # Another tensor gives its type and its device.

@@ -161,6 +161,15 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
     return tensor.reshape(-1).split(size) if tensor.numel() else []
 
 
+def _sizes_of_parts(tensor: Tensor) -> list[int]:
+    """Returns the numbers of elements of :func:`_parts` of the real view, without an operator that
+    may fail: the other ranks wait for so many.
+    """
+    size = _ELEMENTS_ON_CPU if tensor.is_cpu else _ELEMENTS
+    count = tensor.numel() * (2 if tensor.is_complex() else 1)
+    return [min(size, count - start) for start in range(0, count, size)]
+
+
 def magnitudes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
     """Returns the largest magnitude in each tensor, and the smallest that is not 0.
 
@@ -433,8 +442,8 @@ class ExactAccumulation(Accumulation):
             everywhere = [{*itertools.chain(*each)} for each in zip(*of_ranks, strict=True)]
             totals.append((parameter, sums.pop(parameter, [ExactSum() for _ in everywhere])))
             units_of_totals.append(everywhere)
-            for part, present in zip(_parts(_real(parameter)), everywhere, strict=True):
-                sizes += [part.numel()] * len(present)
+            for size, present in zip(_sizes_of_parts(parameter), everywhere, strict=True):
+                sizes += [size] * len(present)
 
         def integers() -> Iterator[Tensor]:
             for (parameter, of_parts), everywhere in zip(totals, units_of_totals, strict=True):

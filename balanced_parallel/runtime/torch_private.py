@@ -59,6 +59,7 @@ __all__ = [
 profiled = torch._C._profiler._RecordFunctionFast
 is_profiled = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 NO_RANGE = contextlib.nullcontext()
+PACK_NAME = "_pack_padded_sequence"  # The operator of pack_padded_sequence.
 
 
 # Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private

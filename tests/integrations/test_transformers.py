@@ -217,9 +217,10 @@ class SometimesTwoMeans(BalancedTrainer):
         return (outputs.loss + extra, outputs) if return_outputs else outputs.loss + extra
 
 
-def test_another_number_of_means_is_refused():
+def test_another_number_of_means_is_refused_in_a_window():
+    arguments = make_arguments(gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match="different counts, and had one in the batches before"):
-        train(make_trainer("classes", make_arguments(), SometimesTwoMeans))
+        train(make_trainer("classes", arguments, SometimesTwoMeans))
 
 
 @pytest.mark.parametrize("head", ["masked words", slow("gpt2"), slow("classes")])
