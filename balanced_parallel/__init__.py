@@ -97,11 +97,13 @@ def __getattr__(name: str) -> Any:
     if name == "sum_over_rows":  # A program that imports it may not call it.
         return _refuse_sum_over_rows
     if name not in _PLACES:
-        if (
-            name in _ELSEWHERE
-        ):  # Only this error reaches "from balanced_parallel import DataParallel".
-            raise ImportError(f"module {__name__!r} has no {name!r}: {_ELSEWHERE[name]}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        text = f"module {__name__!r} has no attribute {name!r}"
+        if name in _ELSEWHERE:
+            # Only this error reaches "from balanced_parallel import DataParallel". Programs that
+            # look for a class of the integrations by its name expect the other one.
+            kind = AttributeError if name.startswith("Balanced") else ImportError
+            raise kind(f"{text}: {_ELSEWHERE[name]}")
+        raise AttributeError(text)
     value = globals()[name] = getattr(importlib.import_module(_PLACES[name], __name__), name)
     return value
 

@@ -700,11 +700,11 @@ class SumNotes(TorchFunctionMode):
         self.statistics[place] = statistic._replace(key=key, is_bounded=is_bounded)
         return count._replace(kind="mean", key=key) if form.kind == "sum" else _OTHER
 
-    def _add(self, kind: str, value: Any, key: Hashable = None) -> int:
+    def _add(self, kind: str, value: Any, key: Hashable = None, *, may_learn: bool = True) -> int:
         """Notes a statistic. Returns its place."""
         number = next(self._numbers)
         learns = isinstance(value, Tensor) and value.is_floating_point()
-        learns = learns and (value.requires_grad or not self._has_graph)
+        learns = learns and (value.requires_grad or (may_learn and not self._has_graph))
         self.statistics.append(Statistic(kind, value, number, key, learns=learns))
         return number
 
@@ -715,10 +715,18 @@ class SumNotes(TorchFunctionMode):
         self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
 
     def _quotient(
-        self, kind: str, total: int, count: Any, key: Hashable, result: Tensor, *, is_target: bool
+        self,
+        kind: str,
+        total: int,
+        count: Any,
+        key: Hashable,
+        result: Tensor,
+        *,
+        is_target: bool,
+        may_learn: bool = True,
     ) -> None:
         """Notes the quotient of a sum and a count."""
-        divisor = self._add(kind, count, key)
+        divisor = self._add(kind, count, key, may_learn=may_learn)
         number = next(self._numbers)
         text = "" if kind == OVER_NUMBER else kind
         places = [Value(total), Value(divisor)], dict[str, object]()
@@ -781,7 +789,11 @@ class SumNotes(TorchFunctionMode):
             is_counted = RULES[function] is RULES[F.cross_entropy] or has_weight or is_selected
             # Other divisors follow from sizes.
             count = divisor.item() if divisor.is_cpu and not is_counted else divisor
-            self._quotient(name, self._add(name, total), count, key, result, is_target=False)
+            # The graph of a first pass does not tell. Buffers and class labels learn nothing.
+            sources = arguments.get("target"), arguments.get("weight")
+            may_learn = any(map(self._may_learn, sources))
+            place = self._add(name, total)
+            self._quotient(name, place, count, key, result, is_target=False, may_learn=may_learn)
             return result
         result = function(**arguments)
         if reduction_in(arguments) == "sum" and not result.dim():
@@ -789,6 +801,13 @@ class SumNotes(TorchFunctionMode):
         else:
             self._learn(result, _UNKNOWN)
         return result
+
+    def _may_learn(self, value: object) -> bool:
+        """Returns True for a floating tensor that is not known to be a constant."""
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return False
+        facts = self._of(value)
+        return facts.level != _OF_NOTHING or facts.number is not None
 
     def _key(self, function: Any, arguments: dict[str, Any]) -> Hashable:
         """Returns a key that is equal for losses of the same targets, which have the same count."""

@@ -457,9 +457,9 @@ class MeansInside(_OfRows, _OfTwoPasses):
             return OneCount(self.settings, self.reduction, loss.mean.bound)
         return super().learned(copies)
 
-    @torch.no_grad()
+    @torch.enable_grad()
     def learned_from(self, row: ShardLoss) -> Kind:
-        """Returns the kind for a loss that a row has shown."""
+        """Returns the kind for a loss that a row has shown. A graph tells which sums are counts."""
         formula = note_sums(row, is_split=False).formula
         mean = formula.mean_of(formula.losses)
         return self if mean is None else OneCount(self.settings, self.reduction, mean.bound)
