@@ -32,9 +32,16 @@ from ..runtime.collectives import gather_objects, world_size
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .entries import add_means
-from .formula import lengths_of
 from .inside import ForwardNotes, note_again
-from .means import ChangedLossError, LossOfMeans, SumName, note_sums, single_mean
+from .means import (
+    ChangedLossError,
+    LossOfMeans,
+    divide_by,
+    note_sums,
+    single_mean,
+    sizes_of,
+    sums_of_update,
+)
 from .rules import (
     counts_classes,
     find_torch_loss,
@@ -309,7 +316,7 @@ class KnownMean(_Mean):
             shard = shard._replace(
                 kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"}
             )
-        terms = None if self.settings.class_loss else _sizes_of(shard, weight)
+        terms = None if self.settings.class_loss else sizes_of(shard, weight)
         # a sum overflows
         if torch.float16 in [getattr(leaf, "dtype", None) for leaf in spread(shard.output)]:
             total = widen(shard.call(_reducing(shard.criterion, "none"))).sum()
@@ -357,7 +364,7 @@ class WeighedMean(_Mean):
         weight = None if any(self.divisors) else 0.0
         sums = []
         for part in self._parts(calls):
-            quotients = containers.map_leaves(_divide_by(self.divisors), part)
+            quotients = containers.map_leaves(divide_by(self.divisors), part)
             sums.append(dataclasses.replace(add_means(quotients), weight=weight))
         return sums
 
@@ -401,27 +408,6 @@ class WeighedMean(_Mean):
         numbers = iter(flat_weights(weighed))
         weights: list[object] = map_weights(lambda _: next(numbers), weighed)
         return weights
-
-
-def _sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:
-    """Returns a name for the sum of a shard, which tells its elements a row if that is its weight."""
-    name = str(getattr(find_torch_loss(shard.criterion), "__name__", "a loss"))
-    is_size = isinstance(weight, Tensor) and weight.is_cpu and not weight.is_floating_point()
-    shapes = [each.shape for each in containers.tensors_in((shard.output, shard.targets))]
-    sizes = int(weight) / shard.rows if is_size else None, lengths_of(shapes, shard.rows)
-    return {SumName(0, "count", name, name, *sizes): None}
-
-
-def _divide_by(divisors: Sequence[float]) -> Callable[[LossSum | None], LossSum | None]:
-    """Returns a function that divides one mean after the other, and returns a sum."""
-    remaining = iter(divisors)
-
-    def divide(mean: LossSum | None) -> LossSum | None:
-        divisor = next(remaining)
-        factor = 1 / divisor if divisor else 0.0
-        return None if mean is None else LossSum(mean.total * factor, None)
-
-    return divide
 
 
 class _OfTwoPasses(Kind):
@@ -500,15 +486,7 @@ class OneCount(MeansInside):
         except ChangedLossError:
             if world_size() > 1:  # The ranks would have to agree.
                 raise
-        loss = LossOfMeans(calls.copies, _HOST).of_model(calls.outputs.model_of())
-        parts = loss.collect(calls)
-        loss.differentiate(None)
-        share = 1 / len(parts)
-        losses = loss.hand_back_parts(parts)
-        return [
-            dataclasses.replace(part, weight=share if part.weight is None else part.weight)
-            for part in losses
-        ]
+        return sums_of_update(calls)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ criterion, so that of other rows has to be the same.
 import dataclasses
 import functools
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -25,9 +25,9 @@ from ..runtime.devices import move
 from .copies import Calls, ShardLoss
 from .coupled import BYTES_TOGETHER, ROWS_TO_CHECK, LossOfSums, ShardStatistics
 from .entries import LoggedMeans, LoggedSums, places_to_log, refuse_total
-from .formula import OVER_NUMBER, Form, Formula, Statistic, SumNotes, Unknown, Value
+from .formula import OVER_NUMBER, Form, Formula, Statistic, SumNotes, Unknown, Value, lengths_of
 from .inside import RowsOfForward, evaluating, run_rows, take_rows
-from .rules import refuse_coupled, unwrap
+from .rules import find_torch_loss, refuse_coupled, unwrap
 from .sums import LossSum, add_up, weighted_sum, widen
 
 
@@ -472,6 +472,43 @@ class LossOfMeans(LossOfSums):
             f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}",
             advice,
         ) from cause
+
+
+def divide_by(divisors: Sequence[float]) -> Callable[[LossSum | None], LossSum | None]:
+    """Returns a function that divides one mean after the other, and returns a sum."""
+    remaining = iter(divisors)
+
+    def divide(mean: LossSum | None) -> LossSum | None:
+        divisor = next(remaining)
+        factor = 1 / divisor if divisor else 0.0
+        return None if mean is None else LossSum(mean.total * factor, None)
+
+    return divide
+
+
+def sums_of_update(calls: Calls) -> list[LossSum]:
+    """Returns the part of each replica in the only forward of an update, for any function of sums.
+
+    Weights add up to 1, so that nothing is divided.
+    """
+    loss = LossOfMeans(calls.copies, torch.device("cpu")).of_model(calls.outputs.model_of())
+    parts = loss.collect(calls)
+    loss.differentiate(None)
+    share = 1 / len(parts)
+    losses = loss.hand_back_parts(parts)
+    return [
+        dataclasses.replace(part, weight=share if part.weight is None else part.weight)
+        for part in losses
+    ]
+
+
+def sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:
+    """Returns a name for the sum of a shard, which tells its elements a row if that is its weight."""
+    name = str(getattr(find_torch_loss(shard.criterion), "__name__", "a loss"))
+    is_size = isinstance(weight, Tensor) and weight.is_cpu and not weight.is_floating_point()
+    shapes = [each.shape for each in containers.tensors_in((shard.output, shard.targets))]
+    sizes = int(weight) / shard.rows if is_size else None, lengths_of(shapes, shard.rows)
+    return {SumName(0, "count", name, name, *sizes): None}
 
 
 def digest_names(names: Sequence[SumName]) -> list[float]:
