@@ -493,15 +493,16 @@ class LossOfSums(CoupledLoss):
             every = torch.stack([total, *(part * times for part in parts)])
             apart = every.sum(0) - total
             difference = (total - apart).abs().max()
-            limit = self._tolerance(samples[0][place]) * every.abs().max()
+            tolerance = self._tolerance(samples[0][place])
+            largest = every.abs().max()
             # The variance of one row is nan. Nan in the whole is the caller's.
-            if not total.isfinite().all() or difference <= limit:
+            if not total.isfinite().all() or difference <= tolerance * largest:
                 continue
             with Rounding() as rounding:
                 rounded = run()[0].get(place, total)
             noise = (widen(rounded).cpu() - total).abs().max()
             # A loss that is not small may have jumps.
-            is_small = every.abs().max() <= self._tolerance(samples[0][place]) * rounding.largest
+            is_small = largest <= tolerance * rounding.largest
             if not (is_small and difference <= noise):
                 name = self._name(number, place)
                 values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"

@@ -140,7 +140,7 @@ ADAM = functools.partial(torch.optim.Adam, foreach=False)
 
 
 def wide_net():
-    """Its gradients and its output are large beside its activations."""
+    """Returns a net whose gradients and output are large beside its activations."""
     layers = [m for _ in range(4) for m in (nn.Linear(256, 256), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(256, 1024))
 

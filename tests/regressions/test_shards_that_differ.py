@@ -357,7 +357,7 @@ class LossWithPenalty(nn.Module):
 @pytest.mark.parametrize("limit", [None, 2])
 @on_ranks(2)
 def test_a_criterion_may_fail_in_the_first_update_of_shards(rank, rows, limit):
-    """In the first update the rank that had not failed waited until the timeout."""
+    """The rank that had not failed waited in the first update until the timeout."""
     fails = [rank == 0]
 
     def criterion(output, target):

@@ -182,7 +182,7 @@ def clear_to_zeros(net, optimizer):
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 3, SIMULATED])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_backward_before_a_step_is_dropped_with_a_warning(devices, first):
-    """Its gradient was dropped without a word."""
+    """The gradient was dropped without a word."""
     with simulate(3):
         net, optimizer, step = build(devices)
         if not first:
