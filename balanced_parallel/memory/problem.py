@@ -180,6 +180,12 @@ class Request:
     keeps_gradients: bool = False  # The loop clears them behind the forward.
     # Each gradient has a bucket with 0, so that blocks repeat. The memory lacks that of some buckets.
     bucket_bytes: int | None = None
+    blocks: int | None = None  # A trace has so many of a stack of equal blocks; None for all.
+
+    @property
+    def reduces_each(self) -> bool:
+        """True if several micro-batches all reduce their gradients, so that one shows the rest."""
+        return self.layout.is_sharded and self.micro_batches > 1 and not self.whole_gradients
 
     @property
     def rows(self) -> int:

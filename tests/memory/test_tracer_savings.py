@@ -222,7 +222,7 @@ def test_plans_offload_where_less_does_not_fit():
         assert max(cluster.peak) == pytest.approx(plan.chosen.allocated[0], rel=0.02)
         moved = cluster.moved["sim:0", "cpu"] - before["sim:0", "cpu"]
         assert "surround: Savings.around_update" in repr(step)
-        assert 2 * moved == pytest.approx(plan.chosen.traffic, rel=0.02)
+        assert 2 * moved == pytest.approx(plan.chosen.host_traffic, rel=0.02)
     plain = build()
     optimizer = sgd(plain)
     for loss in losses:

@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..problem import Request
 from .allocations import Block, Trace
 
 FEWEST = 3  # Blocks in the shorter of two traces: one of them is neither the first nor the last.
+Numbers = NDArray[np.int64]
 SHORTEST = 8  # A shorter stack is traced as it is, which takes as long as seven blocks.
 
 
@@ -221,6 +223,20 @@ def _count_matches(left: Sequence[Sized], right: Sequence[Sized], *, may_differ:
     )
 
 
+def growth_of(short: Sequence[Entry], long: Sequence[Entry]) -> tuple[Numbers, Numbers]:
+    """Returns what each further block adds: entries before an entry, and entries in the run of an
+    entry that repeats, 0 for others.
+
+    Raises:
+        NotRepeating: the two sequences do not show it.
+    """
+    shifts, lengths = np.zeros((2, len(short)), dtype=np.int64)
+    for end, length in find_sites(short, long):
+        lengths[end - length : end] = length
+        shifts[end:] += length
+    return shifts, lengths
+
+
 def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Entry]:
     """Returns the sequence of ``more`` blocks than the shorter one has.
 
@@ -232,12 +248,7 @@ def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Ent
     Raises:
         NotRepeating: the two sequences do not show what a block adds.
     """
-    # Each further block adds so many entries before an entry, and in the run of an entry that
-    # repeats.
-    shifts, lengths = np.zeros((2, len(short)), dtype=np.int64)
-    for end, length in find_sites(short, long):
-        lengths[end - length : end] = length
-        shifts[end:] += length
+    shifts, lengths = growth_of(short, long)
     first, others = (
         np.array([(each.number, each.size, each.released) for each in entries])
         for entries in (short, long)
@@ -287,6 +298,56 @@ def entries_of(trace: Trace, stack: Stack) -> list[Entry]:
     for place in places.values():
         entries[place] = entries[place]._replace(released=len(entries) - 1)
     return entries
+
+
+def _follow(short: Sequence[Entry], long: Sequence[Entry], other: Sequence[Entry]) -> list[Entry]:
+    """Returns the longer sequence with the sizes of ``other``, which has those of another number of
+    rows for the entries of the shorter one.
+
+    Raises:
+        NotRepeating: ``other`` has other entries, or a size depends on the rows and on the number of blocks.
+    """
+    if [entry._replace(block=None) for entry in short] != [
+        entry._replace(block=None) for entry in other
+    ]:
+        raise NotRepeating
+    shifts, lengths = growth_of(short, long)
+    result = [*long]
+    for place, (before, entry) in enumerate(zip(short, other, strict=True)):
+        first = place + shifts[place]
+        for target in {first, first + lengths[place]}:
+            block = long[target].block
+            if block is None or entry.size == before.size:
+                continue
+            if block.size != before.size:
+                raise NotRepeating
+            changed = dataclasses.replace(block, size=entry.size)
+            result[target] = long[target]._replace(block=changed)
+    return result
+
+
+def follow(short: Trace, long: Trace, other: Trace, stack: Stack) -> Trace:
+    """Returns the trace of one block more than ``other`` has, with its rows, from two traces of
+    other rows.
+
+    Operations of a block are in proportion to the rows.
+
+    Raises:
+        NotRepeating: the traces do not show it.
+    """
+    sequences = [entries_of(trace, stack) for trace in (short, long, other)]
+    flops = (long.flops - short.flops) * other.rows // short.rows
+    return replace_entries(other, _follow(*sequences), other.flops + flops)
+
+
+def extend_trace(short: Trace, long: Trace, stack: Stack, more: int) -> Trace:
+    """Returns the trace of ``more`` blocks than the shorter one has; the longer one has one more.
+
+    Raises:
+        NotRepeating: the two do not show it.
+    """
+    entries = extend(entries_of(short, stack), entries_of(long, stack), more)
+    return replace_entries(long, entries, short.flops + (long.flops - short.flops) * more)
 
 
 def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace:
