@@ -310,15 +310,16 @@ def _trace(request: Request, rows: int) -> Trace:
         place = host if request.layout.batch_on_host else HOME
         whole = request.batch.resized(rows * request.micro_batches, is_small)
         batch = fakes.fake_batch(whole, mode, place, count)
+        # Traces of a plan have few rows, and the operators of all numbers of them.
+        most_rows = (request.update_rows or 0) * request.row_step
+        rows_each = rows // request.row_step if most_rows else 1
         with (
             fakes.devices_that_mix(),
             fakes.rows_of_one_sequence(),
-            one_chunk(
-                rows / (request.update_rows * request.row_step) if request.update_rows else 0.0
-            ),
+            one_chunk(rows / most_rows if most_rows else 0.0),
             autograd_kernels(KERNELS),
             cuda_choices(request.kind.is_gpu) if request.kind.like_cuda else nullcontext(),
-            traced_host(host) if request.kind.like_cuda else nullcontext(),
+            traced_host(host, rows_each) if request.kind.like_cuda else nullcontext(),
             mode,
             _unknown_memory(count),
         ):
