@@ -292,9 +292,10 @@ def _refuse_quantized(module: nn.Module) -> None:
             kind = type(tensor)
             if kind.__module__.startswith(("bitsandbytes", "torchao")):
                 raise UnknownMemory(
-                    f"{name} ({type(part).__name__}) has a weight of {kind.__module__}.{kind.__name__}, and the memory of its "
-                    "kernels is not known: give the model before its quantization, with the plain weights in bf16, which "
-                    "needs more, or with 4-bit layers of bitsandbytes, which are known"
+                    f"{name} ({type(part).__name__}) has a weight of {kind.__module__}.{kind.__name__}, whose kernels "
+                    "take memory that depends on values, such as the number of outliers: give the model before its quantization, "
+                    "with the plain weights in bf16. With eight bits it needs about a byte less for each of these weights. "
+                    "4-bit layers of bitsandbytes are known"
                 )
 
 
