@@ -23,7 +23,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -40,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...savings.saving import Savings
 from ...strategies.tracing import Shard, TracedBatch
 from ..operators import HINT, KERNELS, UnknownMemory, autograd_kernels, cuda_choices
-from ..problem import Layout, Request
+from ..problem import Request
 from . import fakes
 from .allocations import PACKAGE, Count, Trace, ordered
 from .doubles import one_chunk, traced_host
@@ -48,6 +48,9 @@ from .fakes import HOME, host_of
 from .private import leaves_of_tree
 from .stacks import NotRepeating, extend_trace, find_repeated, find_stack, follow
 from .values import is_small
+
+if TYPE_CHECKING:
+    from .layouts import SingleDevice
 
 # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 TRACED = 3
@@ -386,7 +389,9 @@ def _run(
             layout.close()
 
 
-def _evaluate(layout: Layout, count: Count, modules: nn.Module, micro_batches: list[Shard]) -> None:
+def _evaluate(
+    layout: "SingleDevice", count: Count, modules: nn.Module, micro_batches: list[Shard]
+) -> None:
     modules.eval()
     with torch.no_grad():
         for micro_batch in micro_batches:
@@ -397,7 +402,7 @@ def _evaluate(layout: Layout, count: Count, modules: nn.Module, micro_batches: l
 
 def _update(
     request: Request,
-    layout: Layout,
+    layout: "SingleDevice",
     count: Count,
     micro_batches: list[Shard],
     keeps: bool,
@@ -428,7 +433,7 @@ def _update(
     count.see_all(states_of(layout.inner_optimizers), "optimizer state")
 
 
-def _update_whole(layout: Layout, count: Count, part: Shard) -> None:
+def _update_whole(layout: "SingleDevice", count: Count, part: Shard) -> None:
     """Runs an update in the user's own words. Its last backward and its last step are marked."""
     run_backward = torch.autograd.backward
 
@@ -476,7 +481,7 @@ def gradients_of(
                 yield from gradients.values()
 
 
-def _gradients(layout: Layout) -> Iterator[Tensor | None]:
+def _gradients(layout: "SingleDevice") -> Iterator[Tensor | None]:
     return gradients_of(layout.parameters, layout.replicas, layout.inner_optimizers)
 
 
