@@ -297,3 +297,9 @@ def holds_tensors(value: object, depth: int) -> bool:
     children: Any = value if is_container else object.__getstate__(value) or ()
     children = children.values() if isinstance(children, Mapping) else children
     return any(holds_tensors(child, depth - 1) for child in children)
+
+
+def objects_in(node: object) -> list[object]:
+    """Returns the leaves that have tensors inside, such as distributions, and are none."""
+    leaves = (leaf for _, leaf in containers.leaves(node) if not isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if holds_tensors(leaf, 3)]

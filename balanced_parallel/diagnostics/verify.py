@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import DataParallelCriterion, DataParallelModel, TrainStep
 from ..batch.rows import Batch, as_arguments, spread
 from ..loss.copies import Criterion
-from ..loss.means import UnknownMeanError
+from ..loss.names import UnknownMeanError
 from ..replicas.module_tree import check_is_module
 from ..runtime.devices import resolve_devices
 from ..runtime.values import check_number, naming_arguments
