@@ -343,6 +343,8 @@ def test_a_batch_without_targets_is_told_where_they_go():
 
 
 def test_objects_show_their_settings(tmp_path):
+    text = "RankBatchSampler(batches=0, rows=9, batch_size=3, seed=0, micro_batch_size=None)"
+    assert repr(RankBatchSampler(range(9), 3, seed=0)) == text
     text = "ByCost(cost=<built-in function len>, collate=<class 'tuple'>, limit=8)"
     assert repr(ByCost(len, collate=tuple, limit=8)) == text
     checkpoints = Checkpoints(tmp_path, keep=2, step=make_step())
