@@ -178,7 +178,7 @@ ERRORS = {
     "mesh= was given in one process, expected None": lambda: parallelize(
         nn.Linear(4, 3), mesh=object()
     ),
-    "reduction='batchmean', expected 'mean', 'sum' or 'none'": lambda: chunked(
+    "reduction='batchmean', expected 'mean' or 'sum': for the losses of rows": lambda: chunked(
         reduction="batchmean"
     ),
     r"shape \(6,\).*inputs of shape \(7, 4\).*class indices of shape \(7,\)": lambda: chunked(
@@ -191,7 +191,7 @@ ERRORS = {
     "label_smoothing=2, expected a number from 0 to 1": lambda: savings.LinearCrossEntropy(
         4, 3, label_smoothing=2
     ),
-    "reduction='max', expected 'mean', 'sum' or 'none'": lambda: savings.LinearCrossEntropy(
+    "reduction='max', expected 'mean' or 'sum'": lambda: savings.LinearCrossEntropy(
         4, 3, reduction="max"
     ),
     "the model is a Linear, expected a DataParallelModel or the model": lambda: BalancedOptimizer(
