@@ -23,7 +23,6 @@ Losses and weights are added by ``math.fsum``, which rounds once.
 import contextlib
 import itertools
 import math
-import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -37,7 +36,6 @@ from ..loss.sums import LossSum, add_numbers, power_of_two, run_backward
 from ..optim.balanced import is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
-from ..runtime import torch_private
 from ..runtime.values import scaled
 from ..strategies.ddp import DDPSync
 from ..strategies.replicas import ReplicaSync
@@ -109,7 +107,7 @@ class ExactSum:
 
     def write(self, result: Tensor, divisor: float) -> None:
         """Writes the sum over a divisor, rounded once: nan if a gradient was not finite."""
-        total = _memory.like(result, torch.float64).zero_()
+        total = torch.zeros_like(result, dtype=torch.float64)
         for unit, integers in self.integers.items():
             total.add_(integers, alpha=math.nan if unit == _NOT_FINITE else 2.0**unit)
         result.copy_(total.div_(divisor))
@@ -119,7 +117,7 @@ class ExactSum:
 
         Returns the largest magnitude below ``least``.
         """
-        counts = _memory.like(values, torch.float64).copy_(values).mul_(factor * 2.0**-unit)
+        counts = values.to(torch.float64, copy=True).mul_(factor * 2.0**-unit)
         largest = 0.0
         if bound < math.inf:
             counts.masked_fill_(values.abs() >= bound, 0)
@@ -129,30 +127,10 @@ class ExactSum:
             counts.masked_fill_(is_small, 0)
             largest = float(torch.where(is_small, magnitudes, 0).max())
         if unit in self.integers:
-            self.integers[unit] += _memory.like(values, torch.int64).copy_(counts)
+            self.integers[unit] += counts.long()
         else:
             self.integers[unit] = counts.long()
         return largest
-
-
-class _Memory(threading.local):
-    """Memory for the numbers of one part, which is used again on the CPU.
-
-    The operating system clears new memory, which takes longer than the arithmetic.
-    """
-
-    def __init__(self) -> None:
-        self._on_cpu = torch.empty(2, _ELEMENTS_ON_CPU, dtype=torch.int64, device="cpu")
-
-    def like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of this shape, whose values are lost in the next call for this dtype."""
-        if not tensor.is_cpu:
-            return torch.empty_like(tensor, dtype=dtype)
-        memory = self._on_cpu[int(dtype.is_floating_point)].view(dtype)
-        return memory[: tensor.numel()].view(tensor.shape)
-
-
-_memory = _Memory()
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -173,28 +151,16 @@ def _sizes_of_parts(tensor: Tensor) -> list[int]:
 def magnitudes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
     """Returns the largest magnitude in each tensor, and the smallest that is not 0.
 
-    The host waits once, and a second time if some elements are 0.
+    The host waits once.
     """
-    magnitudes = _ends(tensors)
-    with_zeros = [number for number, (_, smallest) in enumerate(magnitudes) if smallest == 0]
-    others = _ends([tensors[number] for number in with_zeros], without_zeros=True)
-    for number, ends in zip(with_zeros, others, strict=True):
-        magnitudes[number] = magnitudes[number][0], ends[1]
-    return magnitudes
-
-
-def _ends(tensors: Sequence[Tensor], *, without_zeros: bool = False) -> list[tuple[float, float]]:
-    """Returns the largest magnitude in each tensor, and the smallest. The host waits once."""
     if not tensors:
         return []
     home = tensors[0].device
     ends = []
     for tensor in tensors:
         magnitudes = tensor.abs()
-        if without_zeros:
-            magnitudes.masked_fill_(magnitudes == 0, math.inf)
-        smallest, largest = magnitudes.aminmax()
-        ends += [largest.to(home), smallest.to(home)]
+        ends.append(magnitudes.amax().to(home))
+        ends.append(torch.where(magnitudes > 0, magnitudes, math.inf).amin().to(home))
     numbers = torch.stack(ends).tolist()
     return [*zip(numbers[::2], numbers[1::2], strict=True)]
 
@@ -216,7 +182,7 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
 
 def _norm(parts: Sequence[Tensor]) -> float:
     """Returns the norm. Squares, over that of the largest element, are integers of 62 bits."""
-    magnitudes = [largest for largest, _ in _ends(parts)]
+    magnitudes = [largest for largest, _ in magnitudes_of(parts)]
     largest = max(magnitudes, default=0.0)
     if not all(map(math.isfinite, magnitudes)):
         return sum(magnitudes)
@@ -226,8 +192,8 @@ def _norm(parts: Sequence[Tensor]) -> float:
     scale = 2.0 ** min(-exponent, 1000)
     sums = []
     for part in parts:
-        squares = _memory.like(part, torch.float64).copy_(part).mul_(scale).square_().mul_(2.0**31)
-        integers = _memory.like(part, torch.int64).copy_(squares)
+        squares = part.to(torch.float64, copy=True).mul_(scale).square_().mul_(2.0**31)
+        integers = squares.long()
         sums.append(integers.sum())
         squares.sub_(integers).mul_(2.0**31)
         sums.append(integers.copy_(squares).sum())
@@ -260,6 +226,7 @@ class ExactAccumulation(Accumulation):
         self._weights: list[Tensor | float] = []
         self._sums: dict[torch.device, dict[Tensor, list[ExactSum]]] = {}  # The sums of the parts.
         self._has_graph = False
+        self._before = {name: each.detach().clone() for name, each in self._buffers()}
 
     def add(self, run: BatchRun) -> None:
         """Runs forward and backward of each group."""
@@ -278,23 +245,7 @@ class ExactAccumulation(Accumulation):
             raise RuntimeError(
                 "parameters have gradients of another backward, expected none before apply(): call optimizer.zero_grad()"
             )
-        before = {name: buffer.detach().clone() for name, buffer in self._buffers()}
-        with self._groups.accumulating():
-            for shards in plan:
-                # No variable keeps the losses, and their graph, during the next forward.
-                with (
-                    torch_private.profiled("micro-batch")
-                    if torch_private.is_profiled()
-                    else torch_private.NO_RANGE
-                ):
-                    self._run_backwards(shards, self.forwards.run(shards, compute, run.outputs))
-        for name, buffer in self._buffers():
-            copy = before.get(name)
-            if copy is None or not torch.equal(buffer.to(copy), copy):
-                raise ValueError(
-                    f"reproducible='bits' with a forward that writes the buffer {name}, expected none, such as group norm in "
-                    "place of batch norm, or a buffer made before: each device would have values of its own rows"
-                )
+        super().run(run._replace(is_whole=False), plan, compute)  # finish() reduces the gradients
 
     def run_again(self, run: BatchRun, learned: Kind, hand_back: Compute) -> None:
         """Runs a batch in the second of two passes.
@@ -313,6 +264,16 @@ class ExactAccumulation(Accumulation):
         for part in (self.forwards.model.module, self.forwards.copies.criterion):
             if isinstance(part, nn.Module):
                 yield from part.named_buffers()
+
+    def _check_buffers(self) -> None:
+        """Raises ``ValueError`` if a forward has written to a buffer."""
+        for name, buffer in self._buffers():
+            copy = self._before.get(name)
+            if copy is None or not torch.equal(buffer.to(copy), copy):
+                raise ValueError(
+                    f"reproducible='bits' with a forward that writes the buffer {name}, expected none, such as group norm in "
+                    "place of batch norm, or a buffer made before: each device would have values of its own rows"
+                )
 
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns groups of rows, one for each device at a time."""
@@ -336,6 +297,9 @@ class ExactAccumulation(Accumulation):
         """Adds up everything on all ranks."""
         if self._losses and not self._has_graph:
             run_backward([], 1.0)  # raises an error that says what is missing
+        if self.forwards.state is not None:
+            self.forwards.state.finish()
+        self._check_buffers()
         present = settings()
         sums = self._join_devices()
         if self._scaler is not None:  # It makes its tensors, also without rows.
@@ -355,20 +319,22 @@ class ExactAccumulation(Accumulation):
         reduced = Reduced(loss, weight, 1.0, self.sync, self.kind, self._logged)
         self._set_gradients(totals, divisor)
         self._groups.confirm()
+        if self.forwards.state is not None:
+            self.forwards.state.reset()  # Nothing stays in memory.
         return reduced
 
     reduce = finish
 
-    def _run_backwards(self, shards: Sequence[Shard], losses: list[LossSum]) -> None:
+    def _backward(self, losses: Sequence[LossSum], followers: int, *, is_last: bool) -> None:
         """Runs the backward of each group. Those of one device run one after the other."""
         by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
-        for shard, loss in zip(shards, losses, strict=True):
+        for loss in losses:
             if loss.logged:
                 self._logged.append(loss.logged)
             # A sum counts, but is not divided.
             weight = 1.0 if loss.weight is None else float(loss.weight)
             divisor = float(power_of_two(weight)) if self._is_mean else 1.0
-            by_device.setdefault(shard.device, []).append((loss.total, divisor))
+            by_device.setdefault(loss.total.device, []).append((loss.total, divisor))
             self._losses.append(loss.total.detach())
             self._weights.append(weight)
         for turn in itertools.zip_longest(*by_device.values()):

@@ -1,5 +1,6 @@
 """Kinds of losses whose sums have the same bits for any order of the parts, on any ranks."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..loss.copies import CriterionCopies
 from ..loss.coupled import ShardStatistics
 from ..loss.kinds import Kind, KnownMean, MeansInside
 from ..loss.means import LossOfMeans
@@ -42,11 +42,9 @@ class ExactKnownMean(KnownMean):
 class ExactLossOfMeans(LossOfMeans):
     """A :class:`LossOfMeans` whose sums are the same for any order of the parts, on any ranks."""
 
-    def __init__(
-        self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True
-    ) -> None:
-        super().__init__(copies, home, is_split=is_split)
-        self._numbers: dict[Any, list[Tensor]] = {}
+    @functools.cached_property
+    def _numbers(self) -> dict[Any, list[Tensor]]:
+        return {}  # the parts of each sum on this rank
 
     def _add(self, parts: list[ShardStatistics]) -> None:
         super()._add(parts)

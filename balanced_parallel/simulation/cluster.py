@@ -49,8 +49,8 @@ _Numbers = tuple[
 _active = threading.Lock()
 _LEGEND = (
     "moved in, moved out: copies to and from this GPU since the start.\n"
-    "waits of the host: calls for which it would wait for this GPU, listed in cluster.waits. Those after the last update are in "
-    "a step more."
+    "waits of the host: calls for which it would wait for this GPU, in each of the last eight steps, listed in cluster.waits. "
+    "Those after the last update are in a step more."
 )
 
 
@@ -196,7 +196,7 @@ class Cluster:
 
     def __str__(self) -> str:
         """Returns a table with one row per device: bytes now, at the peak, by category, and moved;
-        and the waits in each step.
+        and the waits in each of the last steps.
         """
         return f"{self._table('simple')}\n\n{_LEGEND}"
 
@@ -214,13 +214,13 @@ class Cluster:
             into = sum(count for (_, target), count in moved.items() if target == device)
             out = sum(count for (source, _), count in moved.items() if source == device)
             counts = [self.live[index], self.peak[index], *parts.values(), into, out]
-            waits = describe_steps(self._waits.per_step(self.devices[index]))
+            waits = self._waits.per_step(self.devices[index])[-8:]
             rows.append(
                 [
                     device,
                     "no limit" if memory is None else values.format_bytes(memory),
                     *map(values.format_bytes, counts),
-                    waits,
+                    ", ".join(map(str, waits)),
                 ]
             )
         headers = [
@@ -273,7 +273,7 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Sim
     Simulated devices behave like GPUs in placement, memory and traffic. torch treats them as its
     accelerator: ``DataParallelModel(net)``, ``torch.accelerator`` and ``torch.nn.DataParallel``
     find them. Results are bitwise equal to those of the CPU. Under torchrun, each rank has its own
-    cluster. On first use a C++ extension is compiled, in about fifteen seconds.
+    cluster. On first use a C++ extension is compiled, in less than a minute.
 
     Streams are checked: it is an error to use or free memory on a stream that has not waited for
     another stream that uses it. Speed, workspaces inside a kernel (such as cuDNN's), fragmentation
@@ -419,7 +419,6 @@ def _comm_for_simulated_devices(labels: "MemoryLabels") -> Iterator[None]:
     """
     functions: dict[str, Any] = {
         "_broadcast_coalesced": functools.partial(_broadcast_coalesced, labels),
-        "_broadcast": lambda tensor, devices: [tensor.to(f"sim:{device}") for device in devices],
         "_scatter": _scatter,
         "_gather": _gather,
     }
@@ -619,20 +618,3 @@ def _caller(frame: FrameType | None) -> tuple[str, int]:
     if frame is None:
         return "a thread without Python code" if current_backward_id() is None else "backward", 0
     return frame.f_code.co_filename, frame.f_lineno
-
-
-def describe_steps(numbers: list[int]) -> str:
-    """Formats the number of waits in each step, the last four runs of equal ones at most: ``step 1:
-    41, steps 2-20: 5 each``.
-    """
-    if not any(numbers):
-        return "none"
-    texts = []
-    first = 1
-    for number, run in itertools.groupby(numbers):
-        last = first + len(list(run)) - 1
-        texts.append(
-            f"step {first}: {number}" if first == last else f"steps {first}-{last}: {number} each"
-        )
-        first = last + 1
-    return ", ".join(texts if len(texts) < 5 else ["...", *texts[-4:]])

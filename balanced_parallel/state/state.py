@@ -256,7 +256,6 @@ def class_name(optimizer: Any) -> str:
 
 TreePath = tuple[Any, ...]
 _PLAIN = (str, bool, int, float, type(None))
-_SEQUENCES = {kind.__name__: kind for kind in (tuple, torch.Size)}
 # MultiStepLR has a Counter
 _MAPPINGS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}
 
@@ -276,28 +275,24 @@ def _encode(value: Any, path: TreePath, tensors: dict[str, Tensor]) -> Any:
 
     A list is a list, other containers and tensors are a dictionary with their kind as its key.
     """
+    if isinstance(value, np.generic):
+        value = value.item()  # a number of Python
     kind = type(value)
-    name = type(value).__name__
+    name = kind.__name__
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
         stored = tensors[tensor_key(path)] = _stored(value, path)
         return {"tensor": [path, stored.shape, str(stored.dtype)[6:], str(value.dtype)[6:]]}
-    if kind in (list, *_SEQUENCES.values()):
+    if kind in (list, tuple):
         entries = [
             _encode(entry, (*path, str(index)), tensors) for index, entry in enumerate(value)
         ]
-        return entries if isinstance(value, list) else {name: entries}
+        return entries if kind is list else {name: entries}
     if kind in _MAPPINGS.values() and all(type(key) in _PLAIN for key in value):
         return {
             name: [[key, _encode(entry, (*path, key), tensors)] for key, entry in value.items()]
         }
-    if (
-        isinstance(value, np.generic)
-        and value.dtype.kind in "biuf"
-        and type(value.item()) in _PLAIN
-    ):
-        return {"numpy": [value.dtype.name, value.item()]}
     raise TypeError(
         f"{tensor_key(path)} is a {name}, expected tensors, numbers, strings, and lists, tuples and dictionaries of them, with "
         "keys that are numbers or strings: a checkpoint has no pickled objects"
@@ -334,10 +329,8 @@ def join_tensors(tree: Any, find: Callable[[TreePath, torch.Size, torch.dtype], 
         if stored_dtype == dtype:
             return stored
         return torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
-    if kind == "numpy":
-        return np.dtype(value[0]).type(value[1])
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind](join_tensors(entry, find) for entry in value)
+    if kind == "tuple":
+        return tuple(join_tensors(entry, find) for entry in value)
     return _MAPPINGS[kind]({key: join_tensors(entry, find) for key, entry in value})
 
 

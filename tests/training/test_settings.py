@@ -103,7 +103,7 @@ SETTINGS = {
     ),
     "cost": (
         {},
-        {"cut": ByCost(len, limit=3)},
+        {"cut": ByCost(len, collate=tuple, limit=3)},
         "unit of the micro-batches: rows on rank 0 and cost on rank 1",
     ),
     "scheduler": ({}, {"schedule": 2}, "scheduler: none on rank 0 and StepLR on rank 1"),
