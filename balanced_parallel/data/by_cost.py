@@ -22,9 +22,8 @@ from ..batch import containers
 from ..batch.marks import map_marked
 from ..batch.plan import count_micro_batches
 from ..batch.rows import Batch, Cut, Mark, Shard, take
-from ..runtime import collectives
+from ..runtime import collectives, values
 from ..runtime.devices import pin
-from ..runtime.values import check_cost, check_type, naming_arguments
 from .cuts import Combine, cost_of_shard, cut_by_cost, cut_to_budget
 
 Collate = Callable[[list[Any]], object]  # makes inputs and targets of samples
@@ -53,7 +52,7 @@ class ByCost(Cut):
         >>> loss = step([torch.arange(5), torch.arange(1), torch.arange(2)])
     """
 
-    @naming_arguments
+    @values.naming_arguments
     def __init__(
         self,
         cost: Callable[[Any], Any],
@@ -62,10 +61,10 @@ class ByCost(Cut):
         combine: Combine | None = None,
         limit: float | None = None,
     ) -> None:
-        check_type("cost", cost, Callable, "a function of a sample")
-        check_type("collate", collate, Callable, "a function that makes a batch of samples")
-        check_type("combine", combine, Callable | None, "a function")
-        check_cost("limit", limit)
+        values.check_type("cost", cost, Callable, "a function of a sample")
+        values.check_type("collate", collate, Callable, "a function that makes a batch of samples")
+        values.check_type("combine", combine, Callable | None, "a function")
+        values.check_cost("limit", limit)
         self.cost = cost
         self.collate = collate
         self.combine = combine

@@ -15,8 +15,8 @@ from .. import DataParallelCriterion, DataParallelModel, TrainStep
 from ..batch.rows import Batch, as_arguments, spread
 from ..loss.copies import Criterion
 from ..replicas.module_tree import check_is_module
+from ..runtime import values
 from ..runtime.devices import resolve_devices
-from ..runtime.values import check_number, naming_arguments
 from .bits import DigestedProgram, Run, compare_bits
 from .reasons import errors_of_state, find_reasons, without_errors
 from .recording import (
@@ -39,7 +39,7 @@ DeviceIds = Sequence[torch.device | str | int]
 WeightSetting = Callable[..., Any] | str | None
 
 
-@naming_arguments
+@values.naming_arguments
 def verify(
     model: nn.Module,
     criterion: Criterion,
@@ -106,7 +106,9 @@ def verify(
     """
     check_is_module(model, "model")
     if tolerance is not None:
-        check_number("tolerance", tolerance, "a number that is not negative, or None", at_least=0)
+        values.check_number(
+            "tolerance", tolerance, "a number that is not negative, or None", at_least=0
+        )
     module = model.module if isinstance(model, DataParallelModel) else model
     inner: Criterion = (
         criterion.module if isinstance(criterion, DataParallelCriterion) else criterion

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from .. import BalancedOptimizer
 from ..batch import containers
 from ..batch.rows import Shard
-from ..loss.kinds import Kind
-from ..loss.sums import LossSum, add_numbers, power_of_two, run_backward
+from ..loss import kinds as loss_kinds
+from ..loss import sums as loss_sums
 from ..optim.balanced import is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
-from ..runtime.values import scaled
+from ..runtime import values
 from ..strategies.ddp import DDPSync
 from ..strategies.replicas import ReplicaSync
 from ..training.settings import Settings, Unchecked
@@ -73,7 +73,7 @@ class ExactSum:
     ) -> None:
         """Adds a gradient times a power of two. Parts of a unit are lost.
 
-        Magnitudes that are not 0 are between ``largest`` and ``smallest``.
+        Magnitudes are between ``largest`` and ``smallest``.
         """
         if not math.isfinite(largest * factor):
             self.complete([_NOT_FINITE], gradient)
@@ -134,14 +134,21 @@ class ExactSum:
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Returns a tensor in parts of one dimension. Those of a contiguous one are views."""
-    size = _ELEMENTS_ON_CPU if tensor.is_cpu else _ELEMENTS
-    return tensor.reshape(-1).split(size) if tensor.numel() else []
+    """Returns the real view of a tensor in parts of one dimension. Those of a contiguous one are
+    views.
+    """
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            "reproducible='bits' with a sparse gradient, expected dense ones: set sparse=False in the embedding"
+        )
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    parts: Sequence[Tensor] = real.reshape(-1).split(_sizes_of_parts(tensor))
+    return parts
 
 
 def _sizes_of_parts(tensor: Tensor) -> list[int]:
-    """Returns the numbers of elements of :func:`_parts` of the real view, without an operator that
-    may fail: the other ranks wait for so many.
+    """Returns the numbers of elements of :func:`_parts`, without an operator that may fail: the
+    other ranks wait for so many.
     """
     size = _ELEMENTS_ON_CPU if tensor.is_cpu else _ELEMENTS
     count = tensor.numel() * (2 if tensor.is_complex() else 1)
@@ -149,18 +156,14 @@ def _sizes_of_parts(tensor: Tensor) -> list[int]:
 
 
 def magnitudes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Returns the largest magnitude in each tensor, and the smallest that is not 0.
-
-    The host waits once.
-    """
+    """Returns the largest magnitude in each tensor, and the smallest. The host waits once."""
     if not tensors:
         return []
     home = tensors[0].device
     ends = []
     for tensor in tensors:
-        magnitudes = tensor.abs()
-        ends.append(magnitudes.amax().to(home))
-        ends.append(torch.where(magnitudes > 0, magnitudes, math.inf).amin().to(home))
+        smallest, largest = tensor.abs().aminmax()
+        ends += [largest.to(home), smallest.to(home)]
     numbers = torch.stack(ends).tolist()
     return [*zip(numbers[::2], numbers[1::2], strict=True)]
 
@@ -171,7 +174,7 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     It is the same for any cut of them into tensors, and for any order.
     """
     gradients = [each.grad for each in parameters if each.grad is not None]
-    norm = _norm([part for gradient in gradients for part in _parts(_real(gradient))])
+    norm = _norm([part for gradient in gradients for part in _parts(gradient)])
     factor = max_norm / (norm + 1e-6)  # nan if the norm is
     if not factor >= 1:
         for gradient in gradients:
@@ -213,7 +216,7 @@ class ExactAccumulation(Accumulation):
         self,
         forwards: Forwards,
         sync: GroupSync,
-        kind: Kind,
+        kind: loss_kinds.Kind,
         weight_before: float,
     ) -> None:
         super().__init__(forwards, sync, kind, weight_before)
@@ -247,7 +250,7 @@ class ExactAccumulation(Accumulation):
             )
         super().run(run._replace(is_whole=False), plan, compute)  # finish() reduces the gradients
 
-    def run_again(self, run: BatchRun, learned: Kind, hand_back: Compute) -> None:
+    def run_again(self, run: BatchRun, learned: loss_kinds.Kind, hand_back: Compute) -> None:
         """Runs a batch in the second of two passes.
 
         If the first one has shown a mean over one count, this is the pass of the next updates. A run
@@ -296,21 +299,21 @@ class ExactAccumulation(Accumulation):
     def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
         """Adds up everything on all ranks."""
         if self._losses and not self._has_graph:
-            run_backward([], 1.0)  # raises an error that says what is missing
+            loss_sums.run_backward([], 1.0)  # raises an error that says what is missing
         if self.forwards.state is not None:
             self.forwards.state.finish()
         self._check_buffers()
         present = settings()
         sums = self._join_devices()
         if self._scaler is not None:  # It makes its tensors, also without rows.
-            scaled(torch.zeros((), device=self._device), self._scaler)
+            values.scaled(torch.zeros((), device=self._device), self._scaler)
         reports = self._groups.gather(self._report(sums, present.digest()))
         _check_reports(reports)
         digests = zip(*(report.digest for report in reports), strict=True)
         present.check(*map(sum, digests))
         totals = self._sum(sums, [report.units for report in reports])
-        total = add_numbers([loss for report in reports for loss in report.losses])
-        weight = add_numbers([weight for report in reports for weight in report.weights])
+        total = loss_sums.add_numbers([loss for report in reports for loss in report.losses])
+        weight = loss_sums.add_numbers([weight for report in reports for weight in report.weights])
         weight = max(weight, self.kind.least)
         divisor = weight if self._is_mean and weight else 1.0
         mean = total / divisor if weight else math.nan
@@ -325,7 +328,9 @@ class ExactAccumulation(Accumulation):
 
     reduce = finish
 
-    def _backward(self, losses: Sequence[LossSum], followers: int, *, is_last: bool) -> None:
+    def _backward(
+        self, losses: Sequence[loss_sums.LossSum], followers: int, *, is_last: bool
+    ) -> None:
         """Runs the backward of each group. Those of one device run one after the other."""
         by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
         for loss in losses:
@@ -333,7 +338,7 @@ class ExactAccumulation(Accumulation):
                 self._logged.append(loss.logged)
             # A sum counts, but is not divided.
             weight = 1.0 if loss.weight is None else float(loss.weight)
-            divisor = float(power_of_two(weight)) if self._is_mean else 1.0
+            divisor = float(loss_sums.power_of_two(weight)) if self._is_mean else 1.0
             by_device.setdefault(loss.total.device, []).append((loss.total, divisor))
             self._losses.append(loss.total.detach())
             self._weights.append(weight)
@@ -341,7 +346,7 @@ class ExactAccumulation(Accumulation):
             present = dict(zip(by_device, turn, strict=True))
             groups = {device: group for device, group in present.items() if group is not None}
             roots = [
-                scaled(loss / divisor, self._scaler)
+                values.scaled(loss / divisor, self._scaler)
                 for loss, divisor in groups.values()
                 if loss.requires_grad
             ]
@@ -355,7 +360,7 @@ class ExactAccumulation(Accumulation):
         """Adds the gradients of one group on each device, times its factor."""
         by_device: dict[torch.device, list[tuple[ExactSum, Tensor]]] = {}
         for parameter, gradient in self._groups.take(self._trained):
-            parts = _parts(_real(gradient))
+            parts = _parts(gradient)
             sums = self._sums.setdefault(gradient.device, {})
             totals = sums.setdefault(parameter, [ExactSum() for _ in parts])
             by_device.setdefault(gradient.device, []).extend(zip(totals, parts, strict=True))
@@ -413,7 +418,7 @@ class ExactAccumulation(Accumulation):
 
         def integers() -> Iterator[Tensor]:
             for (parameter, of_parts), everywhere in zip(totals, units_of_totals, strict=True):
-                parts = _parts(_real(parameter))
+                parts = _parts(parameter)
                 for total, present, part in zip(of_parts, everywhere, parts, strict=True):
                     total.complete(present, part)
                     yield from total.integers.values()
@@ -427,7 +432,7 @@ class ExactAccumulation(Accumulation):
         while totals:
             parameter, of_parts = totals.pop()
             gradient = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-            for total, part in zip(of_parts, _parts(_real(gradient)), strict=True):
+            for total, part in zip(of_parts, _parts(gradient), strict=True):
                 total.write(part, divisor)
             accumulate([parameter], {0: gradient})
             del of_parts
@@ -517,7 +522,7 @@ class ExactArithmetic(ArithmeticByRow):
         if refused:
             raise ValueError(f"reproducible='bits' with {refused}")
 
-    def kind_of(self, kind: Kind) -> Kind:
+    def kind_of(self, kind: loss_kinds.Kind) -> loss_kinds.Kind:
         """Returns the kind of a loss with exact sums."""
         return exact_kind(kind)
 
@@ -581,11 +586,3 @@ def _depends_on_cut(optimizer: torch.optim.Optimizer, whole: Collection[Tensor])
             if is_piece and (is_fused or piece.itemsize < 4):
                 return True
     return False
-
-
-def _real(tensor: Tensor) -> Tensor:
-    if tensor.layout != torch.strided:
-        raise TypeError(
-            "reproducible='bits' with a sparse gradient, expected dense ones: set sparse=False in the embedding"
-        )
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

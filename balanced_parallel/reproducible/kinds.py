@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..loss import kinds as loss_kinds
+from ..loss import sums as loss_sums
 from ..loss.coupled import ShardStatistics
-from ..loss.kinds import Kind, KnownMean, MeansInside
 from ..loss.means import LossOfMeans
-from ..loss.sums import add_numbers
 
 
-def exact_kind(kind: Kind) -> Kind:
+def exact_kind(kind: loss_kinds.Kind) -> loss_kinds.Kind:
     """Returns the kind whose loss has the same bits for any order of the parts.
 
     Raises ``ValueError`` for a loss of all rows.
     """
-    if isinstance(kind, KnownMean):
+    if isinstance(kind, loss_kinds.KnownMean):
         return ExactKnownMean(kind.settings, kind.reduction, kind.least)
-    if type(kind) is MeansInside:  # OneCount is exact.
+    if type(kind) is loss_kinds.MeansInside:  # OneCount is exact.
         return ExactMeansInside(kind.settings, kind.reduction)
     if kind.couples_rows:
         raise ValueError(
@@ -31,10 +31,10 @@ def exact_kind(kind: Kind) -> Kind:
     return kind  # Parts have the same bits already.
 
 
-class ExactKnownMean(KnownMean):
+class ExactKnownMean(loss_kinds.KnownMean):
     """A mean that torch computes, whose weight is never that of a batch."""
 
-    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
+    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> loss_kinds.Kind:
         """Returns the same kind."""
         return self
 
@@ -69,12 +69,12 @@ class ExactLossOfMeans(LossOfMeans):
             self._structure = self._structure or formula
             for place, like in form.items():
                 everyone = itertools.chain(*(parts[2][place] for parts in by_rank.values()))
-                total = add_numbers([*everyone])
+                total = loss_sums.add_numbers([*everyone])
                 self._total[place] = torch.full_like(like, total, device=self.home)
         return [*by_rank]
 
 
-class ExactMeansInside(MeansInside):
+class ExactMeansInside(loss_kinds.MeansInside):
     """A function of sums over the rows that have no order."""
 
     loss = ExactLossOfMeans

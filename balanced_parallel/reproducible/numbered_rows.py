@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.rows import Batch, Shard
-from ..loss.kinds import Kind
+from ..loss import kinds as loss_kinds
 from ..runtime import collectives, torch_private
 from ..training.settings import Settings
 from ..training.update import Arithmetic, BatchRun, Forwards, Limit, Reduced, Work
@@ -40,7 +40,7 @@ class NumberedRows:
         self,
         arithmetic: "ArithmeticByRow",
         forwards: Forwards,
-        kind: Kind,
+        kind: loss_kinds.Kind,
         open_work: Callable[[], Work],
         limit: Limit,
     ) -> None:

@@ -20,11 +20,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..optim.balanced import BalancedOptimizer
-from ..runtime import collectives
+from ..runtime import collectives, torch_private, values
 from ..runtime.devices import is_accelerator, on_device
 from ..runtime.random_numbers import generator_states, set_generators
-from ..runtime.torch_private import is_sharded, uncompiled_name
-from ..runtime.values import check_type
 from ..training.settings import TrainedObjects, names_by_group
 
 _REMEDY = "build model and optimizer as they were when the state was saved"
@@ -94,7 +92,9 @@ class TrainedState(TrainedObjects):
 
         ``others`` are entries that the step has itself.
         """
-        check_type("state_dict", state_dict, Mapping, "what a TrainStep's state_dict() returns")
+        values.check_type(
+            "state_dict", state_dict, Mapping, "what a TrainStep's state_dict() returns"
+        )
         if missing := (_ENTRIES | others) - state_dict.keys():
             raise ValueError(
                 f"the state lacks {', '.join(sorted(missing))}, expected what a TrainStep's state_dict() returns"
@@ -118,9 +118,12 @@ class TrainedState(TrainedObjects):
         ranks; otherwise None.
         """
         shaped = self.model.module.state_dict()
-        shaped |= {uncompiled_name(name): parameter for name, parameter in self.trained.items()}
+        shaped |= {
+            torch_private.uncompiled_name(name): parameter
+            for name, parameter in self.trained.items()
+        }
         like = next((shaped[name] for name in path if name in shaped), None)
-        if is_sharded(like) and like.shape == size:
+        if torch_private.is_sharded(like) and like.shape == size:
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return None
 
@@ -135,7 +138,7 @@ class TrainedState(TrainedObjects):
         """Returns the digest of the parameters. Every rank calls this."""
         lines = []
         for key, stored in self.parameters().items():
-            whole = stored.full_tensor() if is_sharded(stored) else stored
+            whole = stored.full_tensor() if torch_private.is_sharded(stored) else stored
             lines.append(describe_bits(key, whole))
         return digest_lines(lines)
 
@@ -168,14 +171,14 @@ def parameters_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tens
     A buffer that requires a gradient is learned as a parameter is.
     """
     buffers = {
-        uncompiled_name(name)
+        torch_private.uncompiled_name(name)
         for name, buffer in module.named_buffers(remove_duplicate=False)
         if not buffer.requires_grad
     }
     return {
         name: value
         for name, value in state.items()
-        if isinstance(value, Tensor) and uncompiled_name(name) not in buffers
+        if isinstance(value, Tensor) and torch_private.uncompiled_name(name) not in buffers
     }
 
 
@@ -185,7 +188,7 @@ def describe_bits(key: str, stored: Tensor) -> str:
     """
     bits = stored.cpu().contiguous().reshape(-1).view(torch.uint8)
     digest = hashlib.sha256(bits.numpy().data).hexdigest()
-    return f"{uncompiled_name(key)} {stored.dtype} {list(stored.shape)} {digest}"
+    return f"{torch_private.uncompiled_name(key)} {stored.dtype} {list(stored.shape)} {digest}"
 
 
 def digest_lines(lines: Iterable[str]) -> str:

@@ -200,7 +200,7 @@ def check_sampler(rank, other):
 )
 def test_samplers_that_differ_are_named(other):
     ((name, value),) = other.items()
-    message = f"the sampler's batches: RankBatchSampler of 16 rows.* on rank 0 and .*{name}={value}.* on rank 1"
+    message = rf"the sampler's batches: RankBatchSampler\(.*rows=16.* on rank 0 and .*{name}={value}.* on rank 1"
     assert_same_error(run_ranks(2, check_sampler, other), message)
 
 
