@@ -339,7 +339,6 @@ class TrainStep(SaysInstead):
             inputs,
             targets,
             self._forwards.mark,
-            self.model.module.forward,
             unit=self._limit.unit,
             is_strict=not self._is_auto,
         )
