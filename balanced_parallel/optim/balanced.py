@@ -125,18 +125,20 @@ class BalancedOptimizer(torch.optim.Optimizer):
         shard: str | None = None,
         **defaults: object,
     ) -> None:
-        _check_class(optimizer_class)
+        if not (
+            isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+        ):
+            raise TypeError(
+                f"the optimizer is an object of type {type(optimizer_class).__name__}, expected a class of optimizers, and its "
+                "settings: BalancedOptimizer(model, torch.optim.AdamW, lr=...)"
+            )
+        refuse_closures(optimizer_class, "BalancedOptimizer")
         if shard not in (None, "elements", "parameters"):
             raise ValueError(f"shard={shard!r}, expected 'elements', 'parameters' or None")
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"the model is an object of type {type(model).__name__}, expected a DataParallelModel"
-            )
-        groups = _as_groups(model.parameters() if params is None else params)
-        if not any(group["params"] for group in groups):
-            raise ValueError(
-                "BalancedOptimizer got an empty parameter list, expected parameters to update"
-            )
+        check_type("model", model, nn.Module, "a DataParallelModel, or what parallelize returns")
+        params = model.parameters() if params is None else params
+        check_type("params", params, Iterable, "parameters, or param groups")
+        groups = _ParamGroups(params, {}).param_groups
         self._model = model
         self._is_ready = False
         self.recipe = Recipe(optimizer_class, groups, defaults)
@@ -262,34 +264,8 @@ def _rebuild(
     return optimizer
 
 
-def _check_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    if isinstance(optimizer_class, torch.optim.Optimizer):
-        name = type(optimizer_class).__name__
-        raise TypeError(
-            f"an instance of {name} was given, expected the class: BalancedOptimizer(model, {name}, lr=...)"
-        )
-    if not isinstance(optimizer_class, type) or not issubclass(
-        optimizer_class, torch.optim.Optimizer
-    ):
-        name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-        raise TypeError(
-            f"{name} was given, expected a class of optimizers, such as torch.optim.AdamW"
-        )
-    refuse_closures(optimizer_class, "BalancedOptimizer")
-
-
-def _as_groups(params: ParamsT) -> Groups:
-    check_type("params", params, Iterable, "parameters, or param groups")
-    entries: list[Any] = list(params)
-    groups = (
-        [dict(entry) for entry in entries]
-        if entries and isinstance(entries[0], dict)
-        else [{"params": entries}]
-    )
-    for group in groups:
-        parameters = group["params"]
-        group["params"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return groups
+class _ParamGroups(torch.optim.Optimizer):
+    """Param groups of whole parameters, as torch reads them."""
 
 
 def refuse_closures(optimizer_class: type[torch.optim.Optimizer], caller: str) -> None:
@@ -658,11 +634,7 @@ def check_exact(recipe: Recipe, shard: str) -> None:
     """
     name = recipe.optimizer_class.__name__
     with ThreadPoolExecutor(1) as thread:
-        # Many kernels and some devices have no float64.
-        for dtype in (torch.float64, torch.float32):
-            trial = thread.submit(_is_exact, recipe, shard, dtype)
-            if trial.exception() is None:
-                break
+        trial = thread.submit(_is_exact, recipe, shard)
     if (error := trial.exception()) is not None:
         raise TypeError(
             f"{name} failed to update small tensors without a closure, which shows if shard={shard!r} is exact: {error}"
@@ -679,7 +651,7 @@ def check_exact(recipe: Recipe, shard: str) -> None:
         )
 
 
-def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
+def _is_exact(recipe: Recipe, shard: str) -> bool:
     rate = getattr(inspect.signature(recipe.optimizer_class).parameters.get("lr"), "default", None)
     # A small rate hides that all parameters have one step size.
     default = {"lr": rate} if isinstance(rate, float) else {}
@@ -693,8 +665,8 @@ def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
         tensor.
         """
         shape = [2 + _UPDATES, *(min(size, limit) for size in parameter.shape)]
-        kind = dtype.to_complex() if parameter.is_complex() else dtype
-        rows = torch.randn(shape, dtype=kind, generator=generator)
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        rows = torch.randn(shape, dtype=dtype, generator=generator)
         rows[2:] = rows[1] + noise * rows[2:]
         return rows.to(parameter.device)
 
