@@ -41,7 +41,7 @@ from ..runtime.torch_private import (
 from .buckets import Bucket, GradientBuckets, kinds_of
 from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
 from .recorded import NotedSums, Refresh, check_refresh
-from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
+from .workers import T, Workers, run_in_turn, run_replicas
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
 _running: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar(
@@ -58,8 +58,8 @@ class Replicas:
     replicas have copies of the buffers: writes to them are lost, as in ``nn.DataParallel``.
     Replicas on one device share the values of the parameters, and must not write to them.
 
-    ``workers`` runs the replicas of a forward. ``None`` runs them in the threads of
-    :func:`shared_pool`. ``bucket_bytes`` is the size of a bucket of gradients.
+    ``workers`` runs the replicas of a forward. ``None`` is :func:`run_replicas`. ``bucket_bytes``
+    is the size of a bucket of gradients.
     """
 
     def __init__(
@@ -74,10 +74,7 @@ class Replicas:
         self._refresh = refresh
         self.has_sums = refresh == "recorded"  # They show the writes that torch does not record.
         self._sums = NotedSums()
-        # the pool is kept from its first use on
-        self._workers = workers or functools.partial(
-            run_replicas, pool=functools.cache(shared_pool)
-        )
+        self._workers = workers or run_replicas
         self.tree: ModuleTree | None = None
         self.copies = ParameterCopies()
         self.gradients = GradientBuckets(side, bucket_bytes)
