@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.collectives import (
-    by_value,
     explain_unwatched,
     gather_objects,
     gather_rows,
@@ -288,13 +287,6 @@ class PerReplica(list[Any], containers.Leaf):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        if function is torch.autograd.grad:  # accepts a list of outputs
-            outputs = [
-                entry
-                for output in args[0]
-                for entry in (output if isinstance(output, cls) else [output])
-            ]
-            return function(outputs, *args[1:], **kwargs or {})
         return _refuse(f"{getattr(function, '__name__', function)}()", TypeError)
 
     def __eq__(self, other: object) -> bool:
@@ -629,20 +621,15 @@ def _join_ranks(place: str, column: list[Any], dims: Iterator[int | None], *, pa
     dim = next(dims)
     if dim is not None and isinstance(column[0], Tensor) and column[0].dim() < 2:
         dim = 0  # numbers of the replicas are stacked
-    local_leaf, *leaves = padded(column, dim) if pads else column
-    described = [_describe_layout(leaf, dim) for leaf in leaves]
-    if len({*described}) > 1:
-        layouts = by_value(described)
-        raise ValueError(
-            f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout"
-        )
-    if isinstance(local_leaf, Tensor) and dim is not None:
-        # Each rank computes a loss of all rows.
-        return mark_loss(gather_rows(local_leaf, [leaf.size(dim) for leaf in leaves], dim))
-    if not containers.is_row_list(local_leaf):
+    local_leaf, *layouts = padded(column, dim) if pads else column
+    whole = _join(place, layouts, torch.device("meta"), dim)  # or the same error on all ranks
+    if not isinstance(whole, Tensor):
+        return whole
+    if dim is None:
         return local_leaf
-    kind: Any = type(local_leaf)
-    return kind(entry for leaf in leaves for entry in leaf)
+    sizes = [layout.size(dim) for layout in layouts]
+    # Each rank computes a loss of all rows.
+    return mark_loss(gather_rows(local_leaf.to(whole.dtype), sizes, dim))
 
 
 def _layout_of_leaf(leaf: object) -> object:
@@ -663,17 +650,10 @@ def _without_rows(leaf: object, dim: int | None, device: torch.device) -> object
     if not isinstance(leaf, Tensor):
         return None if leaf is None else type(leaf)()
     if dim is None:
-        layout = _describe_layout(leaf, dim)
         raise ValueError(
-            f"{layout} is the same in all replicas, but a rank without outputs does not have it: leave it out"
+            f"{containers.describe(leaf)} is the same in all replicas, but a rank without outputs does not have it: leave it out"
         )
     return torch.empty_like(leaf, device=device).narrow(dim if leaf.dim() > 1 else 0, 0, 0)
-
-
-def _describe_layout(leaf: object, dim: int | None) -> str:
-    if not isinstance(leaf, Tensor):
-        return type(leaf).__name__
-    return f"{leaf.dtype} {layout_of(leaf, leaf.dim() if dim is None else dim)}"
 
 
 def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -> Nested:
