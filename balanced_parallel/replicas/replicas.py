@@ -20,7 +20,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,7 @@ class Replicas:
     """The replicas of one module: its tree of submodules, copies of its parameters, and its
     gradient buckets.
 
-    The first replica is the module itself, so writes to its buffers and attributes stay. If the
-    module's device gets no rows, the buffers of the first replica are copied back. The other
+    The first replica is the module itself, so writes to its buffers and attributes stay. The other
     replicas have copies of the buffers: writes to them are lost, as in ``nn.DataParallel``.
     Replicas on one device share the values of the parameters, and must not write to them.
 
@@ -139,13 +138,7 @@ class Replicas:
                     if devices.count(device) > 1
                 ]
                 before = [*map(versions, shared)]
-                taking: AbstractContextManager[None] = nullcontext()
-                if devices[0] != home:
-                    taking = tree.taking_buffers(self._skeletons[0], buffers[0])
-                with (
-                    taking,
-                    tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext(),
-                ):
+                with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
                     yield modules
                 # rows that are rescaled twice stay the same
                 if before != [*map(versions, shared)] and not tree.rescaled:
