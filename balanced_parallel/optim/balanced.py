@@ -670,9 +670,6 @@ def _is_exact(recipe: Recipe, shard: str) -> bool:
         rows[2:] = rows[1] + noise * rows[2:]
         return rows.to(parameter.device)
 
-    def cut(rows: Tensor) -> Sequence[Tensor]:
-        return rows.view(len(rows), rows[0].numel()).chunk(3, 1) if shard == "elements" else [rows]
-
     groups = []
     parts = []
     for group in recipe.groups[:4]:
@@ -680,7 +677,9 @@ def _is_exact(recipe: Recipe, shard: str) -> bool:
         filled = [each for each in group["params"] if each.numel()]
         samples = [*map(draw, filled[:4])]
         groups.append({**settings, "params": samples})
-        parts += [[{**settings, "params": [part]}] for part in itertools.chain(*map(cut, samples))]
+        for rows in samples:
+            cut = rows.view(len(rows), -1).chunk(3, 1) if shard == "elements" else [rows]
+            parts += [[{**settings, "params": [part]}] for part in cut]
     whole = _update_samples(recipe, [groups])
     sharded = _update_samples(recipe, parts)
     return whole is not None and sharded is not None and torch.equal(whole, sharded)
