@@ -473,7 +473,7 @@ class _ParameterRanks(_ElementRanks):
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
+        super().__init__(recipe)  # A parameter that it refuses is an error on all ranks.
         self._parameters = _parameters_of(self.inner.param_groups)
         self._owners = assign_owners(self._parameters, world_size())
         self._sharded = [
@@ -490,11 +490,13 @@ class _ParameterRanks(_ElementRanks):
                 self._gathered[parameter] = value
         owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
         self._values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
-        # The plain optimizer of this rank. Settings and state are those of ``inner``, which has all
-        # parameters.
-        self._local = recipe.make(_replaced(self.inner.param_groups, self._values))
-        self.inner.state.clear()  # Some optimizers make it for all parameters.
-        self._keep_state()
+        self._parameter_of = {value: parameter for parameter, value in self._values.items()}
+        whole = self.inner.param_groups
+        self.inner = recipe.make(_replaced(whole, self._values))
+        # Between steps the optimizer has all parameters, and the state of those of this rank.
+        self._owned = [group["params"] for group in self.inner.param_groups]
+        self._whole = [group["params"] for group in whole]
+        self._use(self._whole, self._parameter_of)
         self._release()
 
     @torch.no_grad()
@@ -505,14 +507,11 @@ class _ParameterRanks(_ElementRanks):
             if parameter in self._gathered:
                 self._gathered[parameter].data = value
                 self._gathered[parameter].grad = gradient
-        for group, whole in zip(self._local.param_groups, self.inner.param_groups, strict=True):
-            group.update({**whole, "params": group["params"]})
-        self._local.state.clear()
-        self._local.state.update(
-            (self._values[each], state) for each, state in self.inner.state.items()
-        )
-        getattr(self._local, method)()
-        self._keep_state()
+        self._use(self._owned, self._values)
+        try:
+            getattr(self.inner, method)()
+        finally:
+            self._use(self._whole, self._parameter_of)
         forget_gradients(self._gathered.values())
         for number in range(world_size()):
             learning = [
@@ -523,6 +522,14 @@ class _ParameterRanks(_ElementRanks):
             for chunk in transport.chunks(learning, transport.BUFFER_BYTES):
                 self._send([learning[i] for i in chunk], number)
         self._release()
+
+    def _use(self, groups: Sequence[list[Tensor]], tensors: Mapping[Tensor, Tensor]) -> None:
+        """Gives the optimizer the tensors of its groups, and the state of those that they replace."""
+        for group, params in zip(self.inner.param_groups, groups, strict=True):
+            group["params"] = params
+        state = self.inner.state
+        for tensor in [*state]:
+            state[tensors[tensor]] = state.pop(tensor)
 
     def state_dict(self) -> StateDict:
         local = super().state_dict()
@@ -549,16 +556,6 @@ class _ParameterRanks(_ElementRanks):
             number: map_tensors(torch.clone, whole[number]) for number in owned if number in whole
         }
         self.inner.load_state_dict({**state_dict, "state": state})
-
-    def _keep_state(self) -> None:
-        states = self._local.state
-        self.inner.state.update(
-            (parameter, states[value])
-            for parameter, value in self._values.items()
-            if value in states
-        )
-        for group, whole in zip(self._local.param_groups, self.inner.param_groups, strict=True):
-            whole.update({**group, "params": whole["params"]})  # Settings may count steps.
 
     def _send(self, parameters: list[Tensor], owner: int) -> None:
         """Copies the values of parameters from their owner to all ranks."""
