@@ -76,7 +76,7 @@ class PerReplica(list[Any], containers.Leaf):
             check_dims(dim, "dim")
         super().__init__(entries)
         self.has_sizes = sizes is not None
-        self.sizes = self._sizes_of_first_tensors() if sizes is None else tuple(sizes)
+        self.sizes = self._sizes_of_first_tensors(dim) if sizes is None else tuple(sizes)
         if len(self.sizes) != len(self):
             raise ValueError(
                 f"{len(self)} entries and {len(self.sizes)} sizes, expected the rows of each entry"
@@ -105,10 +105,9 @@ class PerReplica(list[Any], containers.Leaf):
         if all(isinstance(part, cls) for part in outputs):
             first: PerReplica = outputs[0]
             return first.zip(*outputs[1:])
-        dim = 0 if dim is None else dim
-        sizes = [_rows_of(containers.first_tensor(output), dim) for output in outputs]
-        _refuse_outputs_of_one_replica(outputs, sizes)
-        return cls(outputs, sizes, dim)
+        replicas = cls(outputs, None, 0 if dim is None else dim)
+        replicas._refuse_outputs_of_one(type(outputs).__name__)
+        return replicas
 
     def check_rows(self, outputs: Sequence[Any], rows: int | None) -> None:
         """Raises ``ValueError`` if ``outputs`` are a plain list, whose rows are not those of the
@@ -133,7 +132,7 @@ class PerReplica(list[Any], containers.Leaf):
         first = f"; {containers.describe(self[0])} first" if self else ""
         return f"PerReplica({', '.join(parts)}{first})"
 
-    def _sizes_of_first_tensors(self) -> tuple[int | None, ...]:
+    def _sizes_of_first_tensors(self, dim: Dims) -> tuple[int | None, ...]:
         if isinstance(self, _PlacedOutputs):
             raise TypeError(
                 "a PerReplica was made of entries alone, as by another library that applies a function to all tensors, "
@@ -141,8 +140,23 @@ class PerReplica(list[Any], containers.Leaf):
             )
         tensors = map(containers.first_tensor, self)
         return tuple(
-            tensor.size(0) if tensor is not None and tensor.dim() else None for tensor in tensors
+            tensor.size(dim)
+            if tensor is not None and isinstance(dim, int) and -tensor.dim() <= dim < tensor.dim()
+            else None
+            for tensor in tensors
         )
+
+    def _refuse_outputs_of_one(self, kind: str) -> None:
+        """Raises ``ValueError`` for a list that may have several outputs of one replica: equal
+        rows, on one device.
+        """
+        tensors = map(containers.first_tensor, self)
+        devices = {tensor.device for tensor in tensors if tensor is not None}
+        if len(self) > 1 and None not in self.sizes and len({*self.sizes}) == len(devices) == 1:
+            raise ValueError(
+                f"the criterion was given a {kind} of {len(self)} outputs with {self.sizes[0]} rows each, all on "
+                f"{devices.pop()}: they may be those of {len(self)} replicas, or {len(self)} outputs of one replica, {_ADVICE}"
+            )
 
     def in_order(self, order: Sequence[int] | None) -> "PerReplica":
         """Sets the order of the rows: their positions in the batch.
@@ -303,27 +317,6 @@ class _PlacedOutputs(PerReplica):
     """Outputs with their rows in another dimension or order than the batch, which a copy of the
     entries alone would lose.
     """
-
-
-def _rows_of(tensor: Tensor | None, dim: Dims) -> int | None:
-    """Returns the size of a tensor in the dimension of the rows, if it has one."""
-    if tensor is None or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
-        return None
-    return tensor.size(dim)
-
-
-def _refuse_outputs_of_one_replica(outputs: Sequence[Any], sizes: Sequence[int | None]) -> None:
-    """Raises ``ValueError`` for a list that may have several outputs of one replica: equal rows, on
-    one device.
-    """
-    devices = {
-        tensor.device for tensor in map(containers.first_tensor, outputs) if tensor is not None
-    }
-    if len(outputs) > 1 and None not in sizes and len({*sizes}) == len(devices) == 1:
-        raise ValueError(
-            f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
-            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica, {_ADVICE}"
-        )
 
 
 _ADVICE = (

@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -139,7 +139,6 @@ class BalancedOptimizer(torch.optim.Optimizer):
         params = model.parameters() if params is None else params
         check_type("params", params, Iterable, "parameters, or param groups")
         groups = _ParamGroups(params, {}).param_groups
-        self._model = model
         self._is_ready = False
         self.recipe = Recipe(optimizer_class, groups, defaults)
         self.shard = shard
@@ -149,9 +148,14 @@ class BalancedOptimizer(torch.optim.Optimizer):
         self.register_state_dict_post_hook(_whole_state, prepend=True)
         self._is_ready = True
 
-    def __reduce__(self) -> tuple[Callable[..., "BalancedOptimizer"], tuple[object, ...]]:
-        """Makes a copy that belongs to the copy of the model. Under torchrun every rank makes one."""
-        return _rebuild, (self._model, self.recipe, self.shard, self.state_dict())
+    def __reduce__(self) -> NoReturn:
+        """Raises ``TypeError``: a copy would have the parameters of this model, and none of its
+        hooks.
+        """
+        raise TypeError(
+            "a BalancedOptimizer was copied or pickled, expected its state_dict(): copy the model, and load the state into a "
+            "BalancedOptimizer of the copy"
+        )
 
     @property
     def param_groups(self) -> Groups:
@@ -252,16 +256,6 @@ def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> "_ReplicaShar
             "shard='elements' with ranks of DDP, expected 'parameters' or None: each rank owns whole parameters"
         )
     return _ParameterRanks(recipe)
-
-
-def _rebuild(
-    model: nn.Module, recipe: Recipe, shard: str | None, state: StateDict
-) -> BalancedOptimizer:
-    optimizer = BalancedOptimizer(
-        model, recipe.optimizer_class, recipe.groups, shard, **recipe.defaults
-    )
-    optimizer.load_state_dict(state)  # a new optimizer has no hooks
-    return optimizer
 
 
 class _ParamGroups(torch.optim.Optimizer):
