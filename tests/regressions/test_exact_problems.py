@@ -1,0 +1,285 @@
+"""Models and losses whose updates were wrong once, or an error: those of the plain program in every layout."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.layouts import (
+    LAYOUTS,
+    assert_exact_in_one_process,
+    assert_exact_updates,
+    make_update,
+)
+from helpers.plain import Plain
+from helpers.ranks import on_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_parallel import parallelize
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class Clock:
+    """The number of the batch that was made last, which losses read that change from update to update."""
+
+    update = 0
+
+
+def make_batches(count=4, rows=7):
+    for Clock.update in range(count):
+        torch.manual_seed(Clock.update)
+        yield torch.randn(rows, 4), torch.rand(rows, 5)
+
+
+def alone(batches):
+    """Makes the targets inputs of a model that computes its own loss."""
+    return ((batch, ()) for batch in batches)
+
+
+def anchors_of(batches):
+    """Makes targets of a detector: of four rows, the first two have no positive anchor."""
+    for inputs, target in batches:
+        positives = torch.zeros_like(target[:4])
+        positives[3, Clock.update] = positives[2, 1] = 1
+        yield inputs[:4], positives
+
+
+def branch_on_any_row(output, target):
+    if (target[:, 0] > 1e9).any():
+        raise AssertionError
+    return (output - target).square().sum() / len(target)
+
+
+def sum_from_zeros(output, target):
+    loss = torch.zeros((), device=output.device, dtype=output.dtype)
+    loss = loss + F.mse_loss(output, target)
+    return loss + torch.full((), 0.5, device=output.device) * output.abs().mean()
+
+
+class Weighed(nn.Module):
+    """A criterion with a trained parameter, and class weights that its graph keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.arange(5.0) + 1)
+        self.temperature = nn.Parameter(torch.zeros(()))
+
+    def forward(self, output, target):
+        classes = target.argmax(1)
+        return F.cross_entropy(output, classes, self.weight) * self.temperature.exp()
+
+
+def changing_factor(output, target):
+    return F.mse_loss(output, target) * 0.5**Clock.update
+
+
+def warm_up(output, target):
+    loss = F.mse_loss(output, target)
+    if Clock.update < 2:
+        return loss
+    mask = (target > 0.4).double()
+    return loss + ((output - target).abs() * mask).sum() / mask.sum()
+
+
+def alternate(output, target):
+    return F.mse_loss(output, target) if Clock.update % 2 else F.l1_loss(output, target).sqrt()
+
+
+def mean_in_checkpoint(output, target):
+    return checkpoint(F.mse_loss, output, target, use_reentrant=False)
+
+
+def root_in_checkpoint(output, target):
+    part = checkpoint(lambda *given: F.l1_loss(*given).sqrt(), output, target, use_reentrant=False)
+    return part + output.square().mean()
+
+
+def anchors(output, target):
+    """The sum of all anchors over the number of positives."""
+    return F.binary_cross_entropy_with_logits(output, target, reduction="sum") / target.sum()
+
+
+def anchors_with_penalty(output, target):
+    return anchors(output, target) + 0.5
+
+
+class OwnLoss(nn.Module):
+    """A model that computes its loss with a layer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, inputs, target):
+        return self.loss(inputs, target, self.layer(inputs))
+
+
+class Counting(OwnLoss):
+    """A loss that depends on the number of its forwards, and on a buffer that they advance."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.utils.spectral_norm(self.layer)
+        self.calls = 0
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def loss(self, inputs, target, output):
+        self.calls += 1
+        self.forwards += 1
+        factor = 1 - 0.5 ** (self.forwards + self.calls)
+        return F.mse_loss(output, target) + factor * output.square().mean()
+
+
+class Orthogonal(OwnLoss):
+    """A loss with an identity matrix. It is a vector of one element, as ``nn.DataParallel`` needs it."""
+
+    def loss(self, inputs, target, output):
+        weight = self.layer.weight
+        identity = torch.eye(4, device=weight.device, dtype=weight.dtype)
+        penalty = (weight.T @ weight - identity).square().mean()
+        return (F.mse_loss(output, target) + penalty).unsqueeze(0)
+
+
+class InCheckpoint(OwnLoss):
+    def loss(self, inputs, target, output):
+        classes = target.argmax(1)
+        return checkpoint(
+            lambda hidden: F.cross_entropy(hidden.tanh(), classes), output, use_reentrant=False
+        )
+
+
+class Forces(OwnLoss):
+    """A loss with the derivative of an energy with respect to the inputs."""
+
+    def forward(self, inputs, target):
+        inputs = inputs.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = self.layer(inputs).tanh().sum(1, keepdim=True)
+            (forces,) = torch.autograd.grad(energy.sum(), inputs, create_graph=True)
+        return F.mse_loss(energy, target[:, :1]) + F.mse_loss(forces, target[:, 1:])
+
+
+class EqualRows(nn.Module):
+    """A layer that begins with zeros has the same value for all rows, as a mask of ones has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(4, 5)
+        nn.init.zeros_(self.second.weight)
+        nn.init.constant_(self.second.bias, 0.5)
+
+    def forward(self, inputs):
+        return self.first(inputs), self.second(inputs), inputs.new_ones(len(inputs))
+
+
+def masked_errors(first, second, mask, target):
+    errors = (first - target).square().mean(1) + (second - target).square().mean(1)
+    return (errors * mask).sum() / mask.sum() + 0.1 * mask.sum() / mask.sum()
+
+
+class Policy(nn.Module):
+    """A mean for each row, and a learned deviation that is a view of a parameter for all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.log_std = nn.Linear(4, 5), nn.Parameter(torch.linspace(-0.2, 0.2, 5))
+
+    def forward(self, inputs):
+        mean = self.mean(inputs)
+        return mean, self.log_std.expand_as(mean)
+
+
+class Balanced(Policy):
+    """Also returns a penalty, for each row."""
+
+    def forward(self, inputs):
+        balance = self.mean.weight.square().mean()
+        return *super().forward(inputs), balance.expand(len(inputs))
+
+
+def likelihood(mean, log_std, *others):
+    errors = ((mean - others[-1]) / log_std.exp()).square() / 2 + log_std
+    return errors.sum(1).mean() + 0.1 * sum(each.mean() for each in others[:-1])
+
+
+def linear():
+    return nn.Linear(4, 5)
+
+
+def own(loss):
+    return loss.mean()
+
+
+# Each: a model, a criterion, a change of the batches, and what was wrong.
+PROBLEMS = {
+    # It was a number that was read from values.
+    "a branch on any row": (linear, branch_on_any_row, iter),
+    # The text of a constant had its device, which differs between replicas.
+    "zeros on its device": (linear, sum_from_zeros, iter),
+    # A comparison on another device wrote the buffer back, although nothing had changed it.
+    "parameters of a criterion": (linear, Weighed, iter),
+    "a factor that changes": (linear, changing_factor, iter),
+    # A loss that was one mean was the same mean for ever.
+    "another function later": (linear, warm_up, iter),
+    "two functions in turn": (linear, alternate, iter),
+    # The mean was replaced by its sum and its count in the forward, and not in the recomputation.
+    "a mean in a checkpoint": (linear, mean_in_checkpoint, iter),
+    "a root in a checkpoint": (linear, root_in_checkpoint, iter),
+    "a checkpoint in the model": (InCheckpoint, own, alone),
+    # A shard without positives has a sum, and no count.
+    "anchors": (linear, anchors, anchors_of),
+    "anchors and a number": (linear, anchors_with_penalty, anchors_of),
+    # The first forward by hand ran again for its loss, from the state behind itself.
+    "counters of forwards": (Counting, own, alone),
+    # The rows depended on each other, it said.
+    "a constant matrix": (Orthogonal, own, alone),
+    "forces": (Forces, own, alone),
+    "equal rows": (EqualRows, masked_errors, iter),
+    # Rows of as many values as the batch has. FSDP2 frees their memory behind the forward.
+    "a view of a parameter": (Policy, likelihood, iter),
+    "a number for each row": (Balanced, likelihood, iter),
+}
+
+
+def problem_of(name):
+    make_net, loss, change = PROBLEMS[name]
+    torch.manual_seed(0)
+    return make_net(), loss() if isinstance(loss, type) else loss, change(make_batches())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_devices_of_one_process(name, layout):
+    assert_exact_in_one_process(layout, *problem_of(name))
+
+
+def is_refused(name, strategy, rows, cut):
+    """Returns True for what ranks refuse with an error of its own."""
+    if name in ("another function later", "two functions in turn"):
+        return True
+    # FSDP2 has the parameters of a layer alone while it runs, and no second derivatives.
+    penalties = "a constant matrix", "a number for each row"
+    if strategy == "fsdp" and name in (*penalties, "forces", "parameters of a criterion"):
+        return True
+    return name in penalties and rows == "by hand" and cut == 7
+
+
+@pytest.mark.parametrize("cut", [3, 7])
+@pytest.mark.parametrize("rows", [None, 2, "by hand"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_ranks(rank, strategy, rows, cut):
+    """With a cut of all rows, the other rank has none."""
+    for name in PROBLEMS:
+        if is_refused(name, strategy, rows, cut):
+            continue
+        net, loss, batches = problem_of(name)
+        plain = Plain(net, loss)
+        model, criterion = parallelize(net, loss, strategy=strategy)
+        update = make_update(model, criterion, rows)
+        mine = slice(cut, None) if rank else slice(0, cut)
+        try:
+            assert_exact_updates(plain, model, criterion, batches, update, mine)
+        except Exception as error:
+            error.add_note(name)
+            raise
