@@ -6,22 +6,33 @@ from helpers.plain import Plain, cut, entries
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
+from balanced_parallel import DataParallelModel, TrainStep, parallelize, simulate
 
-# Each: the devices of one process, and the rows of a micro-batch, or None for all of them, or "by hand".
+# Each: the devices of one process, and the way of an update.
 LAYOUTS = [(1, 2), (3, None), (2, 2), (1, "by hand"), (3, "by hand"), ("simulated", 1)]
 
 
-def make_update(model, criterion, rows=None, lr=0.1):
-    """Returns a function of inputs and targets that makes an update of SGD, and returns its loss."""
+def make_update(model, criterion, way=None, lr=0.1, **settings):
+    """Returns a function of inputs and targets that makes an update of SGD, and returns its loss.
+
+    The way is a number of rows in a micro-batch of a step, or None for all of them, or "by hand", or "asked": by hand, with
+    gradients that ``torch.autograd.grad`` returns. Settings are those of a step.
+    """
     optimizer = sgd(model, criterion, lr=lr)
-    if rows != "by hand":
-        return TrainStep(model, criterion, optimizer, micro_batch_size=rows)
+    if way not in ("by hand", "asked"):
+        return TrainStep(model, criterion, optimizer, micro_batch_size=way, **settings)
 
     def by_hand(inputs, targets=()):
         optimizer.zero_grad()
         loss = criterion(model(*entries(inputs)), *entries(targets))
-        loss.backward()
+        if way == "by hand":
+            loss.backward()
+        else:
+            parameters = [*model.parameters(), *criterion.parameters()]
+            trained = [each for each in parameters if each.requires_grad]
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.grad = gradient
         optimizer.step()
         return loss.detach()
 
@@ -39,13 +50,13 @@ def numbers_of(module):
     }
 
 
-def assert_exact_updates(plain, model, criterion, batches, update, rows=slice(None)):
+def assert_exact_updates(plain, model, criterion, batches, update):
     """Compares losses, parameters, gradients, buffers and numbers with those of the plain program.
 
-    ``update`` trains the model and the criterion on ``rows`` of each batch.
+    Each batch has inputs, targets, and the rows of them on which ``update`` trains the model and the criterion.
     """
     net = model.module
-    for inputs, targets in batches:
+    for inputs, targets, rows in batches:
         found = update(cut(inputs, rows), cut(targets, rows))
         assert_close(found.cpu(), plain(inputs, targets))
     plain.assert_same(nn.ModuleList([net, criterion]))
@@ -53,13 +64,25 @@ def assert_exact_updates(plain, model, criterion, batches, update, rows=slice(No
     assert numbers_of(net) == numbers_of(plain.module)
 
 
-def assert_exact_in_one_process(layout, net, loss, batches, **settings):
-    """Compares updates in one of ``LAYOUTS`` with those of the plain program. Settings are those of the criterion."""
-    devices, rows = layout
-    plain = Plain(net, loss)
+def assert_exact_in_one_process(layout, net, criterion, batches):
+    """Compares updates in one of ``LAYOUTS`` with those of the plain program."""
+    devices, way = layout
+    plain = Plain(net, criterion.module)
     with simulate(3) as cluster:
         names = cluster.devices if devices == "simulated" else ["cpu"] * devices
         model = DataParallelModel(net, names)
-        criterion = DataParallelCriterion(loss, **settings)
-        update = make_update(model, criterion, rows)
-        assert_exact_updates(plain, model, criterion, batches, update)
+        update = make_update(model, criterion, way)
+        whole = ((*batch, slice(None)) for batch in batches)
+        assert_exact_updates(plain, model, criterion, whole, update)
+
+
+def assert_exact_on_ranks(rank, strategy, way, cuts, net, criterion, batches):
+    """Compares updates of two ranks with those of the plain program. The first has rows up to the cut of each update."""
+    plain = Plain(net, criterion.module)
+    model, criterion = parallelize(net, criterion, strategy=strategy)
+    update = make_update(model, criterion, way)
+    mine = (
+        (*batch, slice(cut, None) if rank else slice(0, cut))
+        for batch, cut in zip(batches, cuts, strict=True)
+    )
+    assert_exact_updates(plain, model, criterion, mine, update)

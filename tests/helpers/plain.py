@@ -18,6 +18,12 @@ def cut(given, rows):
     return tuple(part[rows] for part in given) if isinstance(given, tuple) else given[rows]
 
 
+def dense(tensor):
+    """Returns the elements of all ranks, on the CPU, also of a sparse gradient."""
+    tensor = whole(tensor).detach().cpu()
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
 class Plain:
     """A copy of a module, which is trained on whole batches.
 
@@ -56,7 +62,7 @@ class Plain:
             for one, other in pairs if gradients else pairs[:1]:
                 assert (one is None) == (other is None)
                 if other is not None:
-                    assert_close(whole(one).detach().cpu(), other.detach(), **tolerances)
+                    assert_close(dense(one), dense(other), **tolerances)
 
 
 def assert_same_updates(step, plain, batches, rows=slice(None), **tolerances):

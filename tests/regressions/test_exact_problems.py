@@ -1,20 +1,18 @@
 """Models and losses whose updates were wrong once, or an error: those of the plain program in every layout."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.layouts import (
-    LAYOUTS,
-    assert_exact_in_one_process,
-    assert_exact_updates,
-    make_update,
-)
-from helpers.plain import Plain
+from helpers.fsdp import WORDS, Language, language_batch
+from helpers.layouts import LAYOUTS, assert_exact_in_one_process, assert_exact_on_ranks
 from helpers.ranks import on_ranks
+from helpers.slow import pairs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import parallelize
+from balanced_parallel import DataParallelCriterion
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -61,8 +59,8 @@ class Weighed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("weight", torch.arange(5.0) + 1)
-        self.temperature = nn.Parameter(torch.zeros(()))
+        self.register_buffer("weight", torch.arange(5).double() + 1)
+        self.temperature = nn.Parameter(torch.zeros(()).double())
 
     def forward(self, output, target):
         classes = target.argmax(1)
@@ -202,6 +200,88 @@ def likelihood(mean, log_std, *others):
     return errors.sum(1).mean() + 0.1 * sum(each.mean() for each in others[:-1])
 
 
+class Queue(nn.Module):
+    """A contrastive loss with a queue of earlier keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(5, 5).double())
+
+    def forward(self, output, target):
+        logits = output @ torch.cat([target, self.keys]).T
+        with torch.no_grad():
+            self.keys.copy_(torch.cat([self.keys, target])[-5:])
+        return F.cross_entropy(logits, torch.arange(len(output), device=output.device))
+
+
+class Words(nn.Module):
+    """A sparse gradient, which a reducer refuses where there is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 4, sparse=True)
+        self.last = nn.Linear(4, 5)
+
+    def forward(self, words):
+        return self.last(self.embedding(words).mean(1))
+
+
+class Sum(nn.Module):
+    """Counts its forwards in a buffer that it replaces, one that it writes in place, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("whole", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs):
+        self.steps = self.steps + 1
+        self.whole += 1
+        self.calls += 1
+        return inputs * (1 + 0.1 * self.steps + 0.05 * self.calls)
+
+
+class Scalars(nn.Module):
+    """Parameters without a dimension, one that is frozen, and one that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(4, 5)
+        self.shift = nn.Parameter(torch.tensor(0.2), requires_grad=False)
+        self.never = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, inputs):
+        return self.temperature.exp() * F.normalize(self.head(inputs), dim=1) + self.shift
+
+
+def counted():
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), Sum(), nn.Linear(6, 5)
+    )
+
+
+def frozen_language():
+    """Freezes the embedding, whose output needs a gradient for the checkpoints, as ``enable_input_require_grads`` does."""
+    language = Language()
+    language.embedding.requires_grad_(False)
+    language.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    return language
+
+
+def sentences(batches):
+    """Makes words, and words behind them. In each second batch, the first three sentences count nothing."""
+    for inputs, _ in batches:
+        words, targets = language_batch(len(inputs))
+        targets[: 3 * (Clock.update % 2)] = -100
+        yield words, targets
+
+
+def classes_of_sentences(batches):
+    return ((words, words[:, 0] % 5) for words, _ in sentences(batches))
+
+
 def linear():
     return nn.Linear(4, 5)
 
@@ -217,7 +297,7 @@ PROBLEMS = {
     # The text of a constant had its device, which differs between replicas.
     "zeros on its device": (linear, sum_from_zeros, iter),
     # A comparison on another device wrote the buffer back, although nothing had changed it.
-    "parameters of a criterion": (linear, Weighed, iter),
+    "parameters of a criterion": (linear, Weighed(), iter),
     "a factor that changes": (linear, changing_factor, iter),
     # A loss that was one mean was the same mean for ever.
     "another function later": (linear, warm_up, iter),
@@ -238,48 +318,68 @@ PROBLEMS = {
     # Rows of as many values as the batch has. FSDP2 frees their memory behind the forward.
     "a view of a parameter": (Policy, likelihood, iter),
     "a number for each row": (Balanced, likelihood, iter),
+    # A rank without rows did not advance its queue, and computed another loss later.
+    "a queue": (linear, DataParallelCriterion(Queue(), whole=True), iter),
+    "sparse gradients": (Words, nn.CrossEntropyLoss(), classes_of_sentences),
+    # Counters of a rank without rows stayed behind, and power iterations did.
+    "counters and power iterations": (counted, nn.MSELoss(), iter),
+    "parameters without a dimension": (Scalars, nn.MSELoss(), iter),
+    # Tied weights, checkpointed blocks, and a layer that nobody uses.
+    "a language model": (Language, nn.CrossEntropyLoss(), sentences),
+    # The first block runs again in the backward, with an input that no operator has made.
+    "a frozen embedding": (frozen_language, nn.CrossEntropyLoss(), sentences),
 }
 
 
 def problem_of(name):
     make_net, loss, change = PROBLEMS[name]
     torch.manual_seed(0)
-    return make_net(), loss() if isinstance(loss, type) else loss, change(make_batches())
+    loss = copy.deepcopy(loss)
+    criterion = loss if isinstance(loss, DataParallelCriterion) else DataParallelCriterion(loss)
+    return make_net(), criterion, change(make_batches())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", PROBLEMS)
+IN_ONE_PROCESS = [
+    (name, layout)
+    for name in PROBLEMS
+    for layout in LAYOUTS
+    if (name, layout[0]) != ("sparse gradients", "simulated")
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), IN_ONE_PROCESS, ids=str)
 def test_devices_of_one_process(name, layout):
     assert_exact_in_one_process(layout, *problem_of(name))
 
 
-def is_refused(name, strategy, rows, cut):
+# FSDP2 has the parameters of a layer alone while it runs, and no second derivatives.
+PENALTIES = ("a constant matrix", "a number for each row")
+NOT_SHARDED = (*PENALTIES, "forces", "parameters of a criterion", "sparse gradients")
+CUTS = [(3, 3, 3, 3), (7, 7, 7, 7), (3, 0, 7, 4)]
+CHANGE = ("another function later", "two functions in turn")
+
+
+def is_refused(name, strategy, way, cuts):
     """Returns True for what ranks refuse with an error of its own."""
-    if name in ("another function later", "two functions in turn"):
+    if strategy == "fsdp" and (way == "asked" or name in NOT_SHARDED):
         return True
-    # FSDP2 has the parameters of a layer alone while it runs, and no second derivatives.
-    penalties = "a constant matrix", "a number for each row"
-    if strategy == "fsdp" and name in (*penalties, "forces", "parameters of a criterion"):
-        return True
-    return name in penalties and rows == "by hand" and cut == 7
+    if name == "counters and power iterations" and cuts == CUTS[1]:
+        return True  # A rank needs rows once to know that there are numbers.
+    return name in CHANGE or (name in PENALTIES and way in ("by hand", "asked") and 7 in cuts)
 
 
-@pytest.mark.parametrize("cut", [3, 7])
-@pytest.mark.parametrize("rows", [None, 2, "by hand"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "way", "cuts"),
+    pairs(["ddp", "fsdp"], [None, 2, "by hand", "asked"], CUTS, fast=8),
+    ids=str,
+)
 @on_ranks(2)
-def test_ranks(rank, strategy, rows, cut):
-    """With a cut of all rows, the other rank has none."""
+def test_ranks(rank, strategy, way, cuts):
+    """The other rank has no rows where the cut is that of all rows, or of none."""
     for name in PROBLEMS:
-        if is_refused(name, strategy, rows, cut):
-            continue
-        net, loss, batches = problem_of(name)
-        plain = Plain(net, loss)
-        model, criterion = parallelize(net, loss, strategy=strategy)
-        update = make_update(model, criterion, rows)
-        mine = slice(cut, None) if rank else slice(0, cut)
-        try:
-            assert_exact_updates(plain, model, criterion, batches, update, mine)
-        except Exception as error:
-            error.add_note(name)
-            raise
+        if not is_refused(name, strategy, way, cuts):
+            try:
+                assert_exact_on_ranks(rank, strategy, way, cuts, *problem_of(name))
+            except Exception as error:
+                error.add_note(name)
+                raise

@@ -9,7 +9,7 @@ from helpers.steps import make_step, parallel_step
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import ByCost, DataParallelCriterion, parallelize
+from balanced_parallel import ByCost, parallelize
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -265,35 +265,6 @@ def test_a_penalty_in_the_loss_of_a_sharded_model_fails_on_all_ranks(rank, limit
     text = "1 of 2 ranks failed" if rank else "FSDP2 has gathered, as a penalty does"
     with pytest.raises((ValueError, RuntimeError), match=text):
         step((inputs, target))
-
-
-class Queue(nn.Module):
-    """A contrastive loss with a queue of earlier keys."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("keys", torch.zeros(5, 5))
-
-    def forward(self, output, target):
-        logits = output @ torch.cat([target, self.keys]).T
-        with torch.no_grad():
-            self.keys.copy_(torch.cat([self.keys, target])[-5:])
-        return F.cross_entropy(logits, torch.arange(len(output), device=output.device))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("limit", [None, 2])
-@on_ranks(2)
-def test_the_state_of_a_criterion_of_all_rows_is_that_of_all_ranks(rank, strategy, limit):
-    """A rank without rows did not advance its queue, and computed another loss later."""
-    net = make_net()
-    plain = Plain(net, Queue(), torch.optim.AdamW)
-    criterion = DataParallelCriterion(Queue(), whole=True)
-    settings = {"strategy": strategy, "kind": torch.optim.AdamW, "micro_batch_size": limit}
-    step = parallel_step(net, criterion, **settings)
-    for number, (inputs, target) in enumerate(make_batches(6)):
-        rows = slice(6 * (rank != number % 2), 6)
-        assert_close(step(inputs[rows], target[rows]), plain(inputs, target))
 
 
 class Flat(nn.Module):

@@ -12,7 +12,7 @@ from helpers.fsdp import Language, language_batch, whole_gradients
 from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import on_ranks, run_ranks
-from helpers.slow import slow, slow_but
+from helpers.slow import slow
 from torch import nn
 from torch.testing import assert_close
 
@@ -191,48 +191,6 @@ def test_optimizer_state_is_sharded_and_moves_to_the_plain_optimizer():
 
 
 shard = functools.partial(parallelize, strategy="fsdp")
-
-
-@pytest.mark.parametrize("way", slow_but(WAYS, "micro-batches", "criterion"))
-@on_ranks(2)
-def test_shards_equal_the_plain_program(rank, way):
-    """Tied weights, checkpointed blocks, a parameter that nobody uses; ranks with no counted target, and with no rows."""
-    torch.set_default_dtype(torch.float64)
-    words, targets = language_batch()
-    batches = {"counted": (words, targets), "some": (words, targets.clone())}
-    batches["some"][1][:4] = -100
-    expected = {
-        kind: plain_program(Language(), nn.CrossEntropyLoss(), *batch)
-        for kind, batch in batches.items()
-    }
-    model, update = make_update(way, Language(), nn.CrossEntropyLoss(), strategy="fsdp")
-    for sizes, kind in (
-        ([4, 5], "counted"),
-        ([0, 9], "counted"),
-        ([4, 5], "some"),
-        ([8, 1], "counted"),
-    ):
-        assert_update(update, model.module, batches[kind], sizes, rank, expected[kind])
-    assert model.module.never.weight.grad is None
-    assert len(model.units) == 4
-
-
-def frozen_language():
-    """Freezes the embedding, whose output needs a gradient for the checkpoints, as ``enable_input_require_grads`` does."""
-    language = Language().double()
-    language.embedding.requires_grad_(False)
-    language.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-    return language
-
-
-@on_ranks(2)
-def test_checkpoints_behind_a_frozen_embedding_equal_the_plain_program(rank):
-    """The first block runs again in the backward, with an input that no operator has made."""
-    batch, language = language_batch(), frozen_language()
-    expected = plain_program(frozen_language(), nn.CrossEntropyLoss(), *batch)
-    _, update = make_update("micro-batches", language, nn.CrossEntropyLoss(), strategy="fsdp")
-    for _ in range(3):
-        assert_update(update, language, batch, [4, 5], rank, expected)
 
 
 class Poisoned(nn.Module):
