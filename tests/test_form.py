@@ -102,7 +102,8 @@ def code_tokens(tokens, docstrings):
 
 def first_lines_of_comments(tokens):
     """Returns the first line of each comment, with its line number."""
-    found, last = [], -2
+    found = []
+    last = -2
     for token in tokens:
         if token.type != tokenize.COMMENT:
             continue

@@ -35,7 +35,8 @@ class Plain:
 
     def __init__(self, module, criterion, kind=torch.optim.SGD, *, clip=None, **settings):
         self.module, self.criterion = copy.deepcopy((module, criterion))
-        self.clip, self.norm = clip, None
+        self.clip = clip
+        self.norm = None
         parts = [part for part in (self.module, self.criterion) if isinstance(part, nn.Module)]
         self.parameters = [parameter for part in parts for parameter in part.parameters()]
         self.optimizer = kind(self.parameters, **{"lr": 0.1} | settings)

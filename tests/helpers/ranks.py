@@ -91,7 +91,8 @@ class Ranks:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        self.pipes, self.processes = [], []
+        self.pipes = []
+        self.processes = []
         for rank in range(world_size):
             pipe, remote = PROCESSES.Pipe()
             process = PROCESSES.Process(

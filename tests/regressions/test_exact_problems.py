@@ -162,7 +162,8 @@ class EqualRows(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(4, 5)
+        self.first = nn.Linear(4, 5)
+        self.second = nn.Linear(4, 5)
         nn.init.zeros_(self.second.weight)
         nn.init.constant_(self.second.bias, 0.5)
 
@@ -180,7 +181,8 @@ class Policy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mean, self.log_std = nn.Linear(4, 5), nn.Parameter(torch.linspace(-0.2, 0.2, 5))
+        self.mean = nn.Linear(4, 5)
+        self.log_std = nn.Parameter(torch.linspace(-0.2, 0.2, 5))
 
     def forward(self, inputs):
         mean = self.mean(inputs)

@@ -100,7 +100,8 @@ def test_rows_that_are_compared_later_are_seen_in_micro_batches_of_one_row():
 
 def test_the_steps_of_a_gan_do_not_warn():
     """The generator's step leaves gradients in the discriminator, which its own step drops."""
-    generator, discriminator = nn.Linear(3, 4), nn.Linear(4, 1)
+    generator = nn.Linear(3, 4)
+    discriminator = nn.Linear(4, 1)
     first = make_step(
         nn.Sequential(generator, discriminator),
         lambda scores: F.softplus(-scores).mean(),
@@ -120,7 +121,8 @@ def test_a_rank_without_rows_may_have_another_length(rank):
     net = nn.Linear(4, 5)
     model, criterion = parallelize(net, nn.MSELoss(), strategy="ddp")
     for number, length in enumerate((3, 4)):
-        inputs, target = torch.randn(4, length, 4), torch.rand(4, length, 5)
+        inputs = torch.randn(4, length, 4)
+        target = torch.rand(4, length, 5)
         rows = slice(2 * rank, 2 * rank + 2) if number == 0 else slice(0, 4 * rank)
         loss = criterion(model(inputs[rows]), target[rows])
         assert_close(loss.detach(), F.mse_loss(net(inputs), target).detach())

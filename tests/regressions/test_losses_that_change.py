@@ -27,9 +27,11 @@ def alternate(number, output, target):
 
 
 def test_rows_that_were_added_before_a_loss_changes_are_dropped_with_an_error():
-    net, number = nn.Linear(4, 5), 0
+    net = nn.Linear(4, 5)
+    number = 0
     step = make_step(net, lambda *given: alternate(number, *given))
-    inputs, target = torch.randn(6, 4), torch.rand(6, 5)
+    inputs = torch.randn(6, 4)
+    target = torch.rand(6, 5)
     number = 1
     step(inputs, target)
     step.add(inputs, target)
@@ -43,7 +45,8 @@ def test_rows_that_were_added_before_a_loss_changes_are_dropped_with_an_error():
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.norm = nn.Linear(4, 5), nn.BatchNorm1d(5)
+        self.layer = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, inputs):
@@ -55,10 +58,12 @@ class Counting(nn.Module):
 def test_a_loss_that_changes_advances_buffers_once(rows):
     """The sums of an update of a single forward are there, and those of several forwards run again."""
     torch.manual_seed(0)
-    net, number = Counting(), 1
+    net = Counting()
+    number = 1
     criterion = lambda *given: {"loss": alternate(number, *given), "mean": given[0].mean()}  # noqa: E731
     step = make_step(net, criterion, micro_batch_size=rows)
-    inputs, target = torch.randn(8, 4), torch.rand(8, 5)
+    inputs = torch.randn(8, 4)
+    target = torch.rand(8, 5)
     for number in (1, 2, 3, 4):
         expected = alternate(number, net.layer(inputs), target)
         mean = net.layer(inputs).mean()
@@ -70,9 +75,11 @@ def test_a_loss_that_changes_advances_buffers_once(rows):
 
 
 def test_rows_can_be_added_after_a_loss_has_changed():
-    net, number = nn.Linear(4, 5), 1
+    net = nn.Linear(4, 5)
+    number = 1
     step = make_step(net, lambda *given: alternate(number, *given))
-    inputs, target = torch.randn(8, 4), torch.rand(8, 5)
+    inputs = torch.randn(8, 4)
+    target = torch.rand(8, 5)
     step(inputs, target)
     number = 2
     with pytest.raises(ValueError, match="make another TrainStep where the loss changes"):
@@ -86,7 +93,8 @@ def test_rows_can_be_added_after_a_loss_has_changed():
 class WithPrototypes(nn.Module):
     def __init__(self, *, is_parameter):
         super().__init__()
-        self.head, self.prototypes = nn.Linear(4, 5), nn.Parameter(torch.randn(3, 5))
+        self.head = nn.Linear(4, 5)
+        self.prototypes = nn.Parameter(torch.randn(3, 5))
         self.is_parameter = is_parameter
 
     def forward(self, inputs):
@@ -169,11 +177,13 @@ def test_the_state_of_a_criterion_is_resumed_on_devices():
 
     def begin():
         torch.manual_seed(0)
-        net, criterion = nn.Linear(4, 5), DataParallelCriterion(Uncertainties())
+        net = nn.Linear(4, 5)
+        criterion = DataParallelCriterion(Uncertainties())
         optimizer = torch.optim.AdamW([*net.parameters(), *criterion.parameters()], lr=0.1)
         return make_step(net, criterion, optimizer, devices=None)
 
-    inputs, target = torch.randn(6, 4), torch.rand(6, 5)
+    inputs = torch.randn(6, 4)
+    target = torch.rand(6, 5)
     with simulate(2):
         step = begin()
         step(inputs, target)
@@ -188,10 +198,12 @@ def test_the_state_of_a_criterion_is_resumed_on_devices():
 @on_ranks(2)
 def test_a_loop_with_no_sync_runs_in_all_strategies(rank, strategy):
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
-    inputs, target = torch.randn(8, 4), torch.rand(8, 5)
+    inputs = torch.randn(8, 4)
+    target = torch.rand(8, 5)
     expected = torch.autograd.grad(F.mse_loss(net(inputs), target), [*net.parameters()])
     model, criterion = parallelize(net, nn.MSELoss(), strategy=strategy)
-    first, second = slice(4 * rank, 4 * rank + 2), slice(4 * rank + 2, 4 * rank + 4)
+    first = slice(4 * rank, 4 * rank + 2)
+    second = slice(4 * rank + 2, 4 * rank + 4)
     with model.no_sync():
         (criterion(model(inputs[first]), target[first]) / 2).backward()
     (criterion(model(inputs[second]), target[second]) / 2).backward()
@@ -201,7 +213,8 @@ def test_a_loop_with_no_sync_runs_in_all_strategies(rank, strategy):
 def test_a_state_is_not_loaded_between_add_and_apply():
     """Rows of the parameters before were part of the first update behind it."""
     step = make_step(nn.Linear(4, 5), nn.MSELoss())
-    inputs, target = torch.randn(6, 4), torch.rand(6, 5)
+    inputs = torch.randn(6, 4)
+    target = torch.rand(6, 5)
     step(inputs, target)
     state = step.state_dict()
     step.add(inputs, target)

@@ -151,7 +151,8 @@ def assign_data(parameter):
 @on_ranks(2)
 def test_data_of_a_gradient_may_be_assigned(rank):
     """The gradient was the tensor of the reducer, which then reduced other memory. Steps come behind a loop by hand."""
-    net, mine = make_net(), slice(4 * rank, 4 * rank + 4)
+    net = make_net()
+    mine = slice(4 * rank, 4 * rank + 4)
     plain = Plain(net, nn.MSELoss(), torch.optim.AdamW)
     step = parallel_step(net, nn.MSELoss(), kind=torch.optim.AdamW, micro_batch_size=2)
     for inputs, target in make_batches():
@@ -184,7 +185,8 @@ class OneOfTwo(nn.Module):
 @on_ranks(2)
 def test_a_hook_of_a_parameter_is_called_with_gradients_alone(rank, rows):
     """On a rank without rows it was called with None, and the other rank waited."""
-    plain, net = OneOfTwo(), OneOfTwo()
+    plain = OneOfTwo()
+    net = OneOfTwo()
     inputs, target = make_batch()
     F.mse_loss(plain(inputs), target).backward()
     for parameter in net.parameters():
@@ -201,7 +203,8 @@ def test_a_hook_of_a_parameter_is_called_with_gradients_alone(rank, rows):
 def test_a_layer_of_two_models_is_refused_in_one_backward(rank, rows):
     """torch's error named a bucket view. A backward for each model is right."""
     first = make_net()
-    one, other = nn.Sequential(first), nn.Sequential(first, nn.Tanh())
+    one = nn.Sequential(first)
+    other = nn.Sequential(first, nn.Tanh())
     model, criterion = parallelize(one, nn.MSELoss())
     second = parallelize(other)
     inputs, target = make_batch()
@@ -280,7 +283,8 @@ class Flat(nn.Module):
 
 def test_tokens_of_rows_in_one_dimension_are_an_error_of_their_own():
     """It began with "does not add up over the rows" and ended with "The rows depend on each other"."""
-    net, inputs = Flat(), make_batch(7)[0]
+    net = Flat()
+    inputs = make_batch(7)[0]
     target = torch.arange(14).view(7, 2) % 5
     step = step_of(net, lambda output, target: F.cross_entropy(output, target.view(-1)))
     with pytest.raises(ValueError, match=r"^output has \[8\] rows for \[4\] .* flat targets too$"):
@@ -376,8 +380,10 @@ def test_a_mean_over_positions_that_ranks_pad_is_refused(rank, limit):
     for criterion in (*FREE, *POSITIONS):
         net = Tagger()
         step = parallel_step(net, criterion, lr=0.0, micro_batch_size=limit)
-        model, loss = step.model, step.criterion
-        even, uneven = [9] * 8, SAMPLES
+        model = step.model
+        loss = step.criterion
+        even = [9] * 8
+        uneven = SAMPLES
         mine = slice(4 * rank, 4 * rank + 4)
         for _ in range(2):
             expected = criterion(net(words_of(even)[0]), words_of(even)[1])
@@ -446,7 +452,8 @@ def test_a_run_may_begin_with_a_loss_of_rounding_errors(kind, of_model):
 @pytest.mark.parametrize("scale", [1e-3, 1.0])
 def test_a_small_loss_of_rows_that_depend_on_each_other_is_refused(scale, of_model):
     net = Converged(lambda output, target: scale * contrast(output, target))
-    inputs, target = torch.randn(16, 200), torch.randn(16, 7)
+    inputs = torch.randn(16, 200)
+    target = torch.randn(16, 7)
     step = step_of(net, lambda loss: loss) if of_model else step_of(net.layer, net.loss)
     with pytest.raises(ValueError, match="does not add up over the rows"):
         step((inputs, target)) if of_model else step(inputs, target)
@@ -458,7 +465,8 @@ class Forces(nn.Module):
     def __init__(self, reduce=torch.sum, enabled=True):
         super().__init__()
         self.energy = nn.Linear(4, 1)
-        self.reduce, self.enabled = reduce, enabled
+        self.reduce = reduce
+        self.enabled = enabled
 
     def forward(self, inputs, target):
         inputs = inputs.detach().requires_grad_()

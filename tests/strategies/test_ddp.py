@@ -145,7 +145,8 @@ class Recomputed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, CLASSES)
 
     def forward(self, inputs):
         return self.last(checkpoint(self.first, inputs.requires_grad_(), use_reentrant=True))
