@@ -10,7 +10,8 @@ from balanced_parallel import memory
 from balanced_parallel.memory.trace import tracer
 from balanced_parallel.memory.trace.allocations import ordered
 
-VOCABULARY, LENGTH = 600, 16
+VOCABULARY = 600
+LENGTH = 16
 
 
 class LanguageModel(nn.Module):
