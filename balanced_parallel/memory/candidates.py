@@ -191,19 +191,19 @@ class Option:
         self.limits = [int(size * self.part) - SCALARS for size in sizes]
         self.parameters = sum(parameter.nbytes for parameter in request.module.parameters())
         self.learned = trained(request.module.parameters())
+        self.gradients = sum(parameter.nbytes for parameter in self.learned)
         self.traced: dict[int, Lines] = {}
 
     @property
     def held(self) -> int:
         """Bytes of parameters, gradients and optimizer state on a device without shards."""
-        module = self.request.module
         optimizer = self.request.optimizer
-        tensors = (*module.parameters(), *module.buffers(), *self.learned)
         state = 0
         if isinstance(optimizer, OptimizerChoice):
             state = optimizer.state_bytes(self.learned)
         owners = self.request.devices if self.request.balanced else 1
-        return sum(tensor.nbytes for tensor in tensors) + state // owners
+        buffers = sum(buffer.nbytes for buffer in self.request.module.buffers())
+        return self.parameters + buffers + self.gradients + state // owners
 
     @property
     def name(self) -> str:
@@ -286,8 +286,8 @@ class Option:
         """Returns False if the batch does not fit in one micro-batch, which saves at most the
         gradients of several.
         """
-        gradients = sum(parameter.nbytes for parameter in self.learned)
-        gradients = 2 * gradients // (self.request.devices if self.request.layout.is_sharded else 1)
+        shards = self.request.devices if self.request.layout.is_sharded else 1
+        gradients = 2 * self.gradients // shards
         lines = self.lines(2)
         rows = self.share * self.step
         peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
@@ -400,16 +400,15 @@ class Option:
         """Bytes per update of gradients and parameters that go to an optimizer on the host, and of
         parameters that come back.
         """
-        is_there = ON_HOST.saving.name in self.request.savings
-        return 3 * is_there * sum(parameter.nbytes for parameter in self.learned)
+        return 3 * self.gradients * (ON_HOST.saving.name in self.request.savings)
 
     def traffic(self, count: int, whole: int = 0) -> int:
         """Returns the bytes per update between the busiest device and others."""
         request = self.request
-        learned = sum(parameter.nbytes for parameter in self.learned)
-        return request.layout.traffic(
-            request, self.parameters, learned, len(self.capacity), count, 1 if whole else count
-        )
+        reductions = 1 if whole else count
+        sizes = self.parameters, self.gradients
+        moved: int = request.layout.traffic(request, *sizes, len(self.capacity), count, reductions)
+        return moved
 
 
 class Search:

@@ -11,7 +11,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -19,10 +19,10 @@ from ..strategies.tracing import TracedBatch
 from .devices import DeviceKind
 from .trace.values import is_small
 
-if TYPE_CHECKING:
-    from .trace.layouts import ExistingOptimizers, OptimizerChoice, SingleDevice
-
 LossFunction = Callable[..., Tensor]  # a module or a function
+# Classes of trace/layouts.py, which know the engine. What traces any program does not.
+Layout = Any
+OptimizerMaker = Any
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Request:
     criterion: LossFunction
     batch: TracedBatch
     scalar: float | None
-    optimizer: "OptimizerChoice | ExistingOptimizers"
+    optimizer: OptimizerMaker
     precision: str
     micro_batches: int
-    layout: type["SingleDevice"]
+    layout: type[Layout]
     devices: int
     balanced: bool
     split: tuple[float, ...] | None
@@ -86,8 +86,17 @@ class Request:
 
     @property
     def reduces_each(self) -> bool:
-        """True if several micro-batches all reduce their gradients, so that one shows the rest."""
+        """True if several micro-batches all reduce their gradients. One that adds to the gradients
+        of the update before is like the last of them.
+        """
         return self.layout.is_sharded and self.micro_batches > 1 and not self.whole_gradients
+
+    @property
+    def traced_micro_batches(self) -> int:
+        """The micro-batches of an update in a trace: a first, one that adds, one that reduces. More
+        of them need no more memory.
+        """
+        return 1 if self.reduces_each else min(self.micro_batches, 3)
 
     @property
     def rows(self) -> int:
@@ -104,7 +113,8 @@ class Request:
     @property
     def processes(self) -> int:
         """The number of processes, each with rows of its own: ranks, or one."""
-        return self.devices // self.layout.devices_per_process(self.devices)
+        devices: int = self.layout.devices_per_process(self.devices)
+        return self.devices // devices
 
     @property
     def row_step(self) -> int:

@@ -273,9 +273,9 @@ class SingleDevice:
 
     def make_optimizers(self) -> list[Optimizer]:
         """Makes the optimizers of the request."""
-        return self.request.optimizer.make_all(
-            self.parameters, self.module if self.request.balanced else None
-        )
+        model = self.module if self.request.balanced else None
+        optimizers: list[Optimizer] = self.request.optimizer.make_all(self.parameters, model)
+        return optimizers
 
     def loss(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch."""
@@ -458,7 +458,8 @@ class DDP(SingleDevice):
         owned = self.parameters
         if self.request.balanced:
             _, owned = busiest_owner(trained(owned), self.request.devices)
-        return self.request.optimizer.make_all(owned)
+        optimizers: list[Optimizer] = self.request.optimizer.make_all(owned)
+        return optimizers
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Makes the gradients of a micro-batch accumulate in the buckets. Nothing is reduced."""

@@ -25,14 +25,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..problem import Request
 from .allocations import Block, Trace
 
 FEWEST = 3  # Blocks in the shorter of two traces: one of them is neither the first nor the last.
-Numbers = NDArray[np.int64]
 SHORTEST = 8  # A shorter stack is traced as it is, which takes as long as seven blocks.
 
 
@@ -223,22 +221,9 @@ def _count_matches(left: Sequence[Sized], right: Sequence[Sized], *, may_differ:
     )
 
 
-def growth_of(short: Sequence[Entry], long: Sequence[Entry]) -> tuple[Numbers, Numbers]:
-    """Returns what each further block adds: entries before an entry, and entries in the run of an
-    entry that repeats, 0 for others.
-
-    Raises:
-        NotRepeating: the two sequences do not show it.
-    """
-    shifts, lengths = np.zeros((2, len(short)), dtype=np.int64)
-    for end, length in find_sites(short, long):
-        lengths[end - length : end] = length
-        shifts[end:] += length
-    return shifts, lengths
-
-
-def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Entry]:
-    """Returns the sequence of ``more`` blocks than the shorter one has.
+def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[tuple[Entry, int]]:
+    """Returns the sequence of ``more`` blocks than the shorter one has, each entry with the place
+    that it comes from.
 
     The longer one has one block more.
 
@@ -248,7 +233,12 @@ def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Ent
     Raises:
         NotRepeating: the two sequences do not show what a block adds.
     """
-    shifts, lengths = growth_of(short, long)
+    # Each further block adds so many entries before an entry, and in the run of an entry that
+    # repeats.
+    shifts, lengths = np.zeros((2, len(short)), dtype=np.int64)
+    for end, length in find_sites(short, long):
+        lengths[end - length : end] = length
+        shifts[end:] += length
     first, others = (
         np.array([(each.number, each.size, each.released) for each in entries])
         for entries in (short, long)
@@ -267,11 +257,11 @@ def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Ent
                     block, size=size, module=entry.label[0].replace("#", str(number))
                 )
             releases.append((released, short[entry.released].label))
-            result[place + shifts[place] * more + lengths[place] * repetition] = Entry(
-                entry.label, number, block, released
-            )
+            extended = Entry(entry.label, number, block, released)
+            target = place + shifts[place] * more + lengths[place] * repetition
+            result[target] = extended, place
     if not all(
-        0 <= place < len(result) and result[place].label == label for place, label in releases
+        0 <= place < len(result) and result[place][0].label == label for place, label in releases
     ):
         raise NotRepeating
     return result
@@ -300,56 +290,6 @@ def entries_of(trace: Trace, stack: Stack) -> list[Entry]:
     return entries
 
 
-def _follow(short: Sequence[Entry], long: Sequence[Entry], other: Sequence[Entry]) -> list[Entry]:
-    """Returns the longer sequence with the sizes of ``other``, which has those of another number of
-    rows for the entries of the shorter one.
-
-    Raises:
-        NotRepeating: ``other`` has other entries, or a size depends on the rows and on the number of blocks.
-    """
-    if [entry._replace(block=None) for entry in short] != [
-        entry._replace(block=None) for entry in other
-    ]:
-        raise NotRepeating
-    shifts, lengths = growth_of(short, long)
-    result = [*long]
-    for place, (before, entry) in enumerate(zip(short, other, strict=True)):
-        first = place + shifts[place]
-        for target in {first, first + lengths[place]}:
-            block = long[target].block
-            if block is None or entry.size == before.size:
-                continue
-            if block.size != before.size:
-                raise NotRepeating
-            changed = dataclasses.replace(block, size=entry.size)
-            result[target] = long[target]._replace(block=changed)
-    return result
-
-
-def follow(short: Trace, long: Trace, other: Trace, stack: Stack) -> Trace:
-    """Returns the trace of one block more than ``other`` has, with its rows, from two traces of
-    other rows.
-
-    Operations of a block are in proportion to the rows.
-
-    Raises:
-        NotRepeating: the traces do not show it.
-    """
-    sequences = [entries_of(trace, stack) for trace in (short, long, other)]
-    flops = (long.flops - short.flops) * other.rows // short.rows
-    return replace_entries(other, _follow(*sequences), other.flops + flops)
-
-
-def extend_trace(short: Trace, long: Trace, stack: Stack, more: int) -> Trace:
-    """Returns the trace of ``more`` blocks than the shorter one has; the longer one has one more.
-
-    Raises:
-        NotRepeating: the two do not show it.
-    """
-    entries = extend(entries_of(short, stack), entries_of(long, stack), more)
-    return replace_entries(long, entries, short.flops + (long.flops - short.flops) * more)
-
-
 def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace:
     """Returns a trace with other allocations and operations."""
     released = collections.defaultdict[int, list[int]](list)
@@ -365,6 +305,46 @@ def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace
             released[entry.released].append(-len(blocks))
         events += released.pop(place, [])
     return dataclasses.replace(trace, blocks=blocks, events=events, marks=marks, flops=flops)
+
+
+def extend_traces(shorts: Sequence[Trace], long: Trace, stack: Stack, more: int) -> list[Trace]:
+    """Returns the traces of ``more`` blocks than the shorter ones have, which have other rows each.
+
+    The longer one has one block more than the last of them, whose rows it has. Operations of a
+    block are in proportion to the rows.
+
+    Raises:
+        NotRepeating: the traces do not show it.
+    """
+    *_, last = sequences = [entries_of(short, stack) for short in shorts]
+    if {*map(len, sequences)} != {len(last)}:
+        raise NotRepeating
+    extended = extend(last, entries_of(long, stack), more)
+    flops = (long.flops - shorts[-1].flops) * more
+    return [
+        replace_entries(
+            short,
+            [_with_rows(entry, last[place], other[place]) for entry, place in extended],
+            short.flops + flops * short.rows // shorts[-1].rows,
+        )
+        for short, other in zip(shorts, sequences, strict=True)
+    ]
+
+
+def _with_rows(entry: Entry, before: Entry, other: Entry) -> Entry:
+    """Returns an entry with the size of other rows. It comes from ``before``, which is ``other``
+    with those rows.
+
+    Raises:
+        NotRepeating: they differ in another way, or the size depends on the number of blocks too.
+    """
+    if before._replace(block=None) != other._replace(block=None):
+        raise NotRepeating
+    if entry.block is None or before.size == other.size:
+        return entry
+    if entry.size != before.size:
+        raise NotRepeating
+    return entry._replace(block=dataclasses.replace(entry.block, size=other.size))
 
 
 def find_repeated(request: Request) -> tuple[Stack, int] | None:
@@ -393,9 +373,10 @@ def divides_evenly(request: Request, stack: Stack) -> bool:
         with stack.cut(count):
             pieces.append(list(_pieces(request, stack)))
     try:
-        return extend(pieces[0], pieces[1], stack.length - FEWEST) == pieces[2]
+        extended = extend(pieces[0], pieces[1], stack.length - FEWEST)
     except NotRepeating:
         return False
+    return [entry for entry, _ in extended] == pieces[2]
 
 
 def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -40,20 +40,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...savings.saving import Savings
 from ...strategies.tracing import Shard, TracedBatch
 from ..operators import HINT, KERNELS, UnknownMemory, autograd_kernels, cuda_choices
-from ..problem import Request
+from ..problem import Layout, Request
 from . import fakes
 from .allocations import PACKAGE, Count, Trace, ordered
 from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
 from .private import leaves_of_tree
-from .stacks import NotRepeating, extend_trace, find_repeated, find_stack, follow
+from .stacks import NotRepeating, extend_traces, find_repeated, find_stack
 from .values import is_small
 
-if TYPE_CHECKING:
-    from .layouts import SingleDevice
-
-# micro-batches: a first, one that adds, one that reduces; more of them need no more memory
-TRACED = 3
 Job = tuple[Request, int]  # the rows of a micro-batch
 T = TypeVar("T")
 
@@ -236,13 +231,13 @@ def _run_in_processes(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> 
 
 def _traces_of(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T | Trace]:
     """Returns a trace of each job: from few blocks where these repeat, else from ``run``."""
-    found: list[Trace | None] = []
+    repeated: list[Trace | None] = []
     for _, group in itertools.groupby(jobs, key=lambda job: id(job[0])):
         requests, numbers = zip(*group, strict=True)
-        found += trace_few(requests[0], numbers)
-    missing = [job for job, trace in zip(jobs, found, strict=True) if trace is None]
+        repeated += trace_few(requests[0], numbers)
+    missing = [job for job, trace in zip(jobs, repeated, strict=True) if trace is None]
     others = iter(_run_in_processes(missing, run) if missing else [])
-    traces = [trace or next(others) for trace in found]
+    traces = [trace or next(others) for trace in repeated]
     return [
         dataclasses.replace(each, events=ordered(each.events)) if isinstance(each, Trace) else each
         for each in traces
@@ -263,16 +258,12 @@ def trace_few(request: Request, numbers: Sequence[int]) -> Sequence[Trace | None
         few, more = (dataclasses.replace(request, blocks=count + n) for n in (0, 1))
         jobs = [(few, rows) for rows in numbers] + [(more, numbers[-1])]
         traces = _run_in_processes(jobs, _trace_or_reason)
-        known = [trace for trace in traces if isinstance(trace, Trace)]
-        if len(known) < len(traces):  # A module may need all of its blocks, or fail with them too.
+        complete = [trace for trace in traces if isinstance(trace, Trace)]
+        if len(complete) < len(traces):  # A module may need all blocks, or fail with them too.
             return nothing
-        *shorts, long = known
+        *shorts, long = complete
         with contextlib.suppress(NotRepeating):
-            longs = [*(follow(shorts[-1], long, short, stack) for short in shorts[:-1]), long]
-            return [
-                extend_trace(short, each, stack, stack.length - count)
-                for short, each in zip(shorts, longs, strict=True)
-            ]
+            return extend_traces(shorts, long, stack, stack.length - count)
     return nothing
 
 
@@ -329,7 +320,7 @@ def _trace(request: Request, rows: int) -> Trace:
             _run(request, count, module, criterion, batch, rows, savings)
     return Trace(
         rows,
-        min(request.micro_batches, 1 if request.reduces_each else TRACED),
+        request.traced_micro_batches,
         count.blocks,
         count.events,
         count.marks,
@@ -351,7 +342,7 @@ def _run(
     if not is_sharded:
         count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
     plan = batch.plan([HOME], None, rows, int)
-    micro_batches = [shard for (shard,) in itertools.islice(plan, TRACED)]
+    micro_batches = [shard for (shard,) in itertools.islice(plan, request.traced_micro_batches)]
     with (
         count,
         fakes.counting_resizes(count),
@@ -365,11 +356,8 @@ def _run(
             savings.change_optimizers(layout.optimizers)
             count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
             # The first update makes the state of the optimizer.
-            # Where each micro-batch reduces, the last of several adds to gradients like those of the
-            # first update, which stay.
-            last = micro_batches[-1:] if request.reduces_each else micro_batches
             for generation, (name, update) in enumerate(
-                (("first", micro_batches[:1]), ("second", last))
+                (("first", micro_batches[:1]), ("second", micro_batches))
             ):
                 # The objects of this trace are young, as the collector is off.
                 gc.collect(generation)
@@ -381,17 +369,14 @@ def _run(
                     if layout.is_whole:
                         _update_whole(layout, count, update[0])
                     else:
-                        keeps = request.reduces_each and name == "second"
-                        _update(request, layout, count, update, keeps)
+                        _update(request, layout, count, update)
                 if request.kind.like_cuda:
                     _move_counts(layout.inner_optimizers, count, host_of(request.devices))
         finally:
             layout.close()
 
 
-def _evaluate(
-    layout: "SingleDevice", count: Count, modules: nn.Module, micro_batches: list[Shard]
-) -> None:
+def _evaluate(layout: Layout, count: Count, modules: nn.Module, micro_batches: list[Shard]) -> None:
     modules.eval()
     with torch.no_grad():
         for micro_batch in micro_batches:
@@ -400,17 +385,11 @@ def _evaluate(
             count.see_all(copies_of(layout.replicas), "parameters")
 
 
-def _update(
-    request: Request,
-    layout: "SingleDevice",
-    count: Count,
-    micro_batches: list[Shard],
-    keeps: bool,
-) -> None:
-    """Runs an update. With ``keeps`` it adds to the gradients of the one before."""
+def _update(request: Request, layout: Layout, count: Count, micro_batches: list[Shard]) -> None:
     count.see_all(layout.buckets, "communication buckets")
     clears_late = request.keeps_gradients and request.micro_batches == 1
-    if not clears_late and not keeps:
+    adds = request.reduces_each and "second" in count.marks
+    if not clears_late and not adds:
         layout.zero_grad()
     losses = layout.losses(micro_batches)
     while losses:
@@ -433,7 +412,7 @@ def _update(
     count.see_all(states_of(layout.inner_optimizers), "optimizer state")
 
 
-def _update_whole(layout: "SingleDevice", count: Count, part: Shard) -> None:
+def _update_whole(layout: Layout, count: Count, part: Shard) -> None:
     """Runs an update in the user's own words. Its last backward and its last step are marked."""
     run_backward = torch.autograd.backward
 
@@ -481,7 +460,7 @@ def gradients_of(
                 yield from gradients.values()
 
 
-def _gradients(layout: "SingleDevice") -> Iterator[Tensor | None]:
+def _gradients(layout: Layout) -> Iterator[Tensor | None]:
     return gradients_of(layout.parameters, layout.replicas, layout.inner_optimizers)
 
 
