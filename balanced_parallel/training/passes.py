@@ -8,6 +8,7 @@ Batches are kept until the update. An update of one micro-batch takes one pass.
 """
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
 
@@ -29,18 +30,23 @@ class TwoPasses(Attempt):
 
     Args:
         accumulation: runs the second pass.
-        before: for the state that the first pass changes.
+        snapshot: copies the state that the first pass changes.
         is_auto: an out of memory runs all batches again.
         may_split: several devices, ranks or micro-batches may have the rows of a batch.
     """
 
     def __init__(
-        self, accumulation: Accumulation, before: Snapshot, *, is_auto: bool, may_split: bool
+        self,
+        accumulation: Accumulation,
+        snapshot: Callable[[], Snapshot],
+        *,
+        is_auto: bool,
+        may_split: bool,
     ) -> None:
         self.sync = accumulation.sync
         self._accumulation = accumulation
         self._forwards = accumulation.forwards
-        self._before = before
+        self._snapshot = snapshot
         self._is_auto = is_auto
         self._may_split = may_split
         self._runs: list[BatchRun] = []
@@ -112,7 +118,7 @@ class TwoPasses(Attempt):
 
         Random numbers and buffers are put back.
         """
-        self._before.take()
+        before = self._snapshot()
         python = random.getstate()
         recorded = [entry for run in self._runs for entry in record_versions(run.batch)]
         try:
@@ -128,7 +134,7 @@ class TwoPasses(Attempt):
                 )
             raise
         finally:
-            self._before.restore()
+            before.restore()
         if writes := explain_writes(recorded):
             raise RuntimeError(
                 f"a loss whose rows depend on each other takes two forwards: {writes}"
@@ -193,6 +199,7 @@ def begin_update(forwards: Forwards, last: Reduced | None = None) -> Attempt:
     accumulation = Accumulation(forwards, sync, kind, last.weight if last else 0.0)
     if kind.passes == 1:
         return accumulation
-    before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
+    devices = [*model.devices, *(criterion.devices or ())]
+    snapshot = functools.partial(Snapshot, [model, criterion], devices)
     may_split = forwards.limit.value is not None or len(model.devices) * world_size() > 1
-    return TwoPasses(accumulation, before, is_auto=False, may_split=may_split)
+    return TwoPasses(accumulation, snapshot, is_auto=False, may_split=may_split)

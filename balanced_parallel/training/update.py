@@ -467,7 +467,8 @@ class Accumulation(Attempt):
                 self._names = self._names or names
                 compare_names(self._names, names)
         weight = _sum(weights, self._device)
-        self._add_weight(weight)
+        if isinstance(weight, Tensor) or weight:
+            self._add_weight(weight)
         if self._divisor is None:
             expected = _sum([self._weight, weight * followers], self._device)
             self._divisor = (
@@ -482,11 +483,10 @@ class Accumulation(Attempt):
 
     def _add_weight(self, weight: Weight) -> None:
         """Adds a weight. A sum on a device starts its way to the host."""
-        if isinstance(weight, Tensor) or weight:
-            self._weight = _sum([self._weight, weight], self._device)
-            self._weight_on_host = (
-                start_copy(self._weight) if isinstance(self._weight, Tensor) else self._weight
-            )
+        self._weight = _sum([self._weight, weight], self._device)
+        self._weight_on_host = (
+            start_copy(self._weight) if isinstance(self._weight, Tensor) else self._weight
+        )
 
 
 @dataclass(frozen=True)
@@ -496,13 +496,13 @@ class Arithmetic:
 
     Args:
         model, criterion, cut: those of the step.
-        before: its snapshot before forwards that are undone.
+        snapshot: copies its state before forwards that are undone.
     """
 
     model: ParallelModel
     criterion: DataParallelCriterion
     cut: Cut | None
-    before: Snapshot
+    snapshot: Callable[[], Snapshot]
     # The class that runs the batches of an update.
     accumulation: ClassVar[type[Accumulation]] = Accumulation
     # Clips gradients, and returns their norm before.
