@@ -143,10 +143,10 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
         injector.is_on = injector.is_on and strategy == "ddp" and (update > 0 or loss == "known")
         return share(*args)
 
-    def agreed(*args):
+    def agreed(*args, **kwargs):
         # The clipping of FSDP2 is a collective of torch, and the reducer of DDP has some after the first update.
         injector.is_on = strategy == "ddp" and update > 0
-        return check(*args)
+        return check(*args, **kwargs)
 
     def ended(*args):
         injector.is_on = False
