@@ -104,21 +104,11 @@ def sum_over_ranks(tensor: Tensor, group: Group = None) -> Tensor:
 
     The sum has no gradient.
     """
-    return start_sum(tensor, group)()
-
-
-def start_sum(tensor: Tensor, group: Group = None) -> Callable[[], Tensor]:
-    """Starts :func:`sum_over_ranks`. Returns a function that waits for the sum and returns it."""
-    if world_size(group) == 1:
-        return tensor.detach().clone
-    total = _to_backend_device(tensor.detach(), group).clone()
-    work = dist.all_reduce(total, group=group or _batch_group, async_op=True)
-
-    def wait() -> Tensor:
-        work.wait()
-        return total.to(tensor.device)
-
-    return wait
+    total = tensor.detach().clone()
+    if world_size(group) > 1:
+        total = _to_backend_device(total, group)
+        dist.all_reduce(total, group=group or _batch_group)
+    return total.to(tensor.device)
 
 
 def gather_numbers(numbers: Fields, group: Group = None) -> list[Fields]:

@@ -330,16 +330,12 @@ class GradientRecord:
         return True
 
     def forget_unused(self) -> None:
-        """Sets the gradients of parameters that no rank has used to None. All ranks call this.
-
-        A rank that has used all does not wait for the others.
-        """
+        """Sets the gradients of parameters that no rank has used to None. All ranks call this."""
         is_used = [number in self.used for number in range(len(self.parameters))]
         counts = torch.tensor(is_used, dtype=torch.int32)
-        wait = collectives.start_sum(counts, self.group)
-        if len(self.used) < len(self.parameters):
-            counted = zip(self.parameters, wait().tolist(), strict=True)
-            forget_gradients([parameter for parameter, count in counted if not count])
+        total = collectives.sum_over_ranks(counts, self.group).tolist()
+        counted = zip(self.parameters, total, strict=True)
+        forget_gradients([parameter for parameter, count in counted if not count])
 
 
 _records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()  # The records of all models.
@@ -429,7 +425,7 @@ class RankUpdate(UpdateSync):
         try:
             if not (is_known or others_wait):
                 self.take_part(divide)
-                with contextlib.suppress(ElsewhereFailure):  # Its own, too.
+                with contextlib.suppress(ElsewhereFailure):  # This failure is one, too.
                     self._tell_end(error, RankReport(failure=1 if is_memory else 2))
         finally:
             self._forget_gradients()

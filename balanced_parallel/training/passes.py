@@ -17,9 +17,9 @@ import torch
 from ..loss.copies import Calls
 from ..loss.coupled import CoupledLoss
 from ..loss.sums import LossSum
-from ..runtime.collectives import ElsewhereFailure, tell_failure, world_size
+from ..runtime.collectives import ElsewhereFailure, tell_failure
 from .recovery import retrying_allocations
-from .settings import Settings, Unchecked
+from .settings import Settings
 from .snapshot import Snapshot, explain_writes, record_versions
 from .sync import gradient_sync
 from .update import Accumulation, Attempt, BatchRun, Forwards, Reduced
@@ -32,23 +32,16 @@ class TwoPasses(Attempt):
         accumulation: runs the second pass.
         snapshot: copies the state that the first pass changes.
         is_auto: an out of memory runs all batches again.
-        may_split: several devices, ranks or micro-batches may have the rows of a batch.
     """
 
     def __init__(
-        self,
-        accumulation: Accumulation,
-        snapshot: Callable[[], Snapshot],
-        *,
-        is_auto: bool,
-        may_split: bool,
+        self, accumulation: Accumulation, snapshot: Callable[[], Snapshot], *, is_auto: bool
     ) -> None:
         self.sync = accumulation.sync
         self._accumulation = accumulation
         self._forwards = accumulation.forwards
         self._snapshot = snapshot
         self._is_auto = is_auto
-        self._may_split = may_split
         self._runs: list[BatchRun] = []
         self._loss: CoupledLoss | None = None
         self._has_begun = False  # The ranks have agreed on the number of passes.
@@ -73,7 +66,9 @@ class TwoPasses(Attempt):
             and len(self._accumulation.plan(self._runs[0])) == 1
         )
         self._loss = loss = kind.loss(
-            self._forwards.copies, home, is_split=self._may_split or not is_single
+            self._forwards.copies,
+            home,
+            is_split=self._is_auto or self._forwards.may_split or not is_single,
         ).of_model(self._forwards.model)
         self._is_single = bool(self.sync.smallest(is_single))
         self._has_begun = True
@@ -92,11 +87,6 @@ class TwoPasses(Attempt):
         for run in self._runs:
             learned = self._accumulation.kind.learned(self._forwards.copies, loss)
             self._accumulation.run_again(run, learned, loss.hand_back)
-
-    def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
-        """Runs what was kept, and reduces all gradients. All ranks call this."""
-        self.run_kept()
-        return self.reduce(settings)
 
     def reduce(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients."""
@@ -201,5 +191,4 @@ def begin_update(forwards: Forwards, last: Reduced | None = None) -> Attempt:
         return accumulation
     devices = [*model.devices, *(criterion.devices or ())]
     snapshot = functools.partial(Snapshot, [model, criterion], devices)
-    may_split = forwards.limit.value is not None or len(model.devices) * world_size() > 1
-    return TwoPasses(accumulation, snapshot, is_auto=False, may_split=may_split)
+    return TwoPasses(accumulation, snapshot, is_auto=False)

@@ -395,7 +395,7 @@ class TrainStep(SaysInstead):
         except BaseException as error:
             collectives.tell_failure(error)
             raise
-        if self._may_split or not is_last:
+        if self._is_auto or self._forwards.may_split or not is_last:
             _warn_of_hooks(self.model)
         self._has_compared = True
 
@@ -431,9 +431,7 @@ class TrainStep(SaysInstead):
         )
         if self._kind.passes == 1:
             return accumulation
-        return TwoPasses(
-            accumulation, self._snapshot, is_auto=self._is_auto, may_split=self._may_split
-        )
+        return TwoPasses(accumulation, self._snapshot, is_auto=self._is_auto)
 
     def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
         reduced = update.finish(self._settings)
@@ -474,15 +472,6 @@ class TrainStep(SaysInstead):
         if self.scheduler is not None and optimizers.has_stepped:
             step_schedulers(each_scheduler(self.scheduler))
         return reduced.loss
-
-    @property
-    def _may_split(self) -> bool:
-        """A single batch may run in several forwards."""
-        return (
-            self._is_auto
-            or self._limit.value is not None
-            or len(self.model.devices) * collectives.world_size() > 1
-        )
 
     def _settings(self) -> Settings:
         arguments: dict[str, Hashable] = {

@@ -47,7 +47,7 @@ from ..loss.kinds import Kind, OneCount
 from ..loss.names import SumName, compare_names
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
-from ..runtime.collectives import ElsewhereFailure, tell_failure
+from ..runtime.collectives import ElsewhereFailure, tell_failure, world_size
 from ..runtime.devices import move, start_copy
 from ..runtime.torch_private import NO_RANGE, is_compiled, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, forget_gradients, scaled
@@ -141,6 +141,8 @@ class Attempt(Work, Protocol):
 
     def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
         """Runs what was kept, and reduces all gradients. All ranks call this."""
+        self.run_kept()
+        return self.reduce(settings)
 
     def run_kept(self) -> None:
         """Runs what was kept, the first part of :meth:`finish`. All ranks call this."""
@@ -205,6 +207,12 @@ class Forwards:
         self._prepare = prepare
         state = ForwardState(model.module, criterion.module)
         self.state = None if state.is_empty else state
+
+    @property
+    def may_split(self) -> bool:
+        """True if a single batch may run in several forwards."""
+        devices = len(self.model.devices) * world_size()
+        return self.limit.value is not None or devices > 1
 
     def mark(self, inputs: Any, targets: Any) -> tuple[Arguments, Arguments, tuple[int, int]]:
         """Returns inputs and targets as arguments, and the dimensions of the rows in what is not

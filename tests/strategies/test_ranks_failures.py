@@ -103,7 +103,7 @@ class Injector(TorchDispatchMode):
         in_reducer = lines[0].endswith(" rebuild_buckets") or (
             is_exchange and any(line.endswith(" run_backward") for line in lines)
         )
-        in_sums = lines[0].endswith((" _sum_over_ranks", " start_sum"))
+        in_sums = lines[0].endswith((" _sum_over_ranks", " sum_over_ranks"))
         if in_block or in_reducer or in_sums:
             return None
         return (str(function) if is_exchange else "", *lines[:3])
