@@ -7,7 +7,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,16 +87,6 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         >>> outputs.gather().shape
         torch.Size([7, 2])
     """
-
-    if TYPE_CHECKING:
-
-        @overload
-        def __new__(
-            cls, *args: object, gather_outputs: Literal[True], **settings: object
-        ) -> "_GatheringModel": ...
-        @overload
-        def __new__(cls, *args: object, **settings: object) -> Self: ...
-        def __new__(cls, *args: object, **settings: object) -> Self: ...
 
     @naming_arguments
     def __init__(
@@ -287,12 +277,6 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
                     stacklevel=7,
                 )
         return outputs.on(self._gathers_on)
-
-
-if TYPE_CHECKING:
-
-    class _GatheringModel(DataParallelModel):
-        def __call__(self, *inputs: object, **kwargs: object) -> torch.Tensor: ...  # type: ignore[override]
 
 
 def _refuse_compilation() -> None:
