@@ -295,3 +295,9 @@ def holds_tensors(value: object, depth: int) -> bool:
     # The state of an object is its attributes, or also those in slots.
     state = object.__getstate__(value)
     return any(holds_tensors(leaf, depth - 1) for _, leaf in containers.leaves(state))
+
+
+def objects_in(node: object) -> list[object]:
+    """Returns the leaves that have tensors inside, such as distributions, and are none."""
+    leaves = (leaf for _, leaf in containers.leaves(node) if not isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if holds_tensors(leaf, 3)]
