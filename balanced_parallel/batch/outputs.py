@@ -545,9 +545,10 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
     return torch.cat([move(tensor, device) for tensor in tensors], dim)
 
 
-def refuse_word_counts(outputs: Iterable[object]) -> None:
+def refuse_word_counts(outputs: object) -> None:
     """Raises ``ValueError`` if outputs come from an embedding with ``scale_grad_by_freq=True``."""
-    nodes = nodes_behind(containers.tensors_in([*outputs]))
+    whole = [*outputs] if isinstance(outputs, PerReplica) else outputs
+    nodes = nodes_behind(containers.tensors_in(whole))
     if any(map(divides_by_counts, nodes)):
         raise ValueError(
             "an embedding has scale_grad_by_freq=True, so its gradient is divided by the counts of one forward, expected "

@@ -261,14 +261,15 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         )
 
     def _gather(self, outputs: PerReplica) -> Any:
-        rows = max(size or 0 for size in outputs.sizes)
-        output = outputs[outputs.sizes.index(rows)]
+        gathered = outputs.on(self._gathers_on)
+        count = len(outputs)
+        has_more_rows = count != sum(size or 0 for size in outputs.sizes)
+        may_warn = count > 1 and has_more_rows and torch.is_grad_enabled() and not self._warned
         for (place, leaf), dim in zip(
-            leaves(output), leaf_dims(output, self.out_dims), strict=True
+            leaves(gathered) if may_warn else (), leaf_dims(gathered, self.out_dims), strict=False
         ):
-            shape = leaf.shape if isinstance(leaf, torch.Tensor) else (rows,)
-            is_scalar = dim is not None and (shape == () or (shape[dim:][:1] == (1,) and rows > 1))
-            if is_scalar and len(outputs) > 1 and torch.is_grad_enabled() and not self._warned:
+            shape = leaf.shape if dim is not None and isinstance(leaf, torch.Tensor) else ()
+            if shape == (count,) or shape[dim:][:1] == (count,):
                 self._warned = True
                 warnings.warn(
                     f"the output{place} has one value per replica. If it is a loss, the mean of the gathered values is not the "
@@ -276,7 +277,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
                     "DataParallelCriterion with weight= and no gather_outputs",
                     stacklevel=7,
                 )
-        return outputs.on(self._gathers_on)
+        return gathered
 
 
 def _refuse_compilation() -> None:
