@@ -349,7 +349,7 @@ def check_device(module: nn.Module, device: torch.device) -> None:
         if tensor.device != device:
             raise ValueError(
                 f"{name} is on {tensor.device}, expected every parameter and buffer on the first device, {device}: "
-                f"move the module there with .to({str(device)!r})"
+                f"move the module there with .to({str(device)!r}), or wrap it again with other device_ids="
             )
 
 
