@@ -336,17 +336,13 @@ def _seed_of(sampler: Any, seed: int | None) -> int:
 
 
 def _draw(sampler: Any, seed: int, epoch: int) -> list[Any]:
-    """Returns the rows of a sampler from a seed. Generators keep their state."""
+    """Returns the rows of a sampler from a seed. Its generator, or that of torch, keeps its state."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    generators = [torch.default_generator]
-    if isinstance(getattr(sampler, "generator", None), torch.Generator):
-        generators.append(sampler.generator)
-    states = {generator: generator.get_state() for generator in generators}
+    generator = getattr(sampler, "generator", None) or torch.default_generator
+    state = generator.get_state()
     try:
-        for generator in generators:
-            generator.manual_seed(seed)
+        generator.manual_seed(seed)
         return list(sampler)
     finally:
-        for generator, state in states.items():
-            generator.set_state(state)
+        generator.set_state(state)

@@ -76,11 +76,6 @@ def get_device_properties(device: DeviceLike | None = None) -> SimpleNamespace:
     )
 
 
-def get_device_name(device: DeviceLike | None = None) -> str:
-    """Returns the name of a device."""
-    return str(get_device_properties(device).name)
-
-
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """Returns the dtypes that autocast supports."""
     return [torch.float16, torch.bfloat16, torch.float32]
@@ -116,11 +111,6 @@ def _generator(index: int) -> SimpleNamespace:
 
 
 default_generators = [_generator(index) for index in range(64)]  # the most that simulate() makes
-
-
-def initial_seed() -> int:
-    """Returns the seed of the random number generator of the current device."""
-    return int(default_generators[current_device()].initial_seed())
 
 
 def manual_seed(seed: int) -> None:

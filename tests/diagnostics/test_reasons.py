@@ -174,7 +174,8 @@ class CountingLoss(Centering):
 )
 def test_state_written_by_the_criterion_is_reported_as_a_reason(kind, step, names):
     criterion = kind()
-    report = check(build_net(), criterion, weight=lambda output, target: (target != -100).sum())
+    losses = DataParallelCriterion(criterion, weight=lambda output, target: (target != -100).sum())
+    report = check(build_net(), losses)
     assert not report.equal
     assert report.step == step
     assert list(report.state_errors) == names
