@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..loss import kinds as loss_kinds
 from ..loss import sums as loss_sums
-from ..loss.coupled import ShardStatistics
+from ..loss.comparison import ShardStatistics
+from ..loss.copies import Calls
 from ..loss.means import LossOfMeans
 
 
@@ -46,8 +47,8 @@ class ExactLossOfMeans(LossOfMeans):
     def _numbers(self) -> dict[Any, list[Tensor]]:
         return {}  # the parts of each sum on this rank
 
-    def _add(self, parts: list[ShardStatistics]) -> None:
-        super()._add(parts)
+    def _add(self, parts: list[ShardStatistics], calls: Calls) -> None:
+        super()._add(parts, calls)
         for part in parts:
             for place, number in part.tensors.items():
                 self._numbers.setdefault(place, []).append(number)
@@ -62,9 +63,9 @@ class ExactLossOfMeans(LossOfMeans):
         """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
         form = {place: total.to("meta") for place, total in self._total.items()}
         numbers = {place: [*map(float, parts)] for place, parts in self._numbers.items()}
-        everywhere = enumerate(self._gather((self._structure, form, numbers)))
+        everywhere = enumerate(self.comparison.gather((self._structure, form, numbers)))
         by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
-        self._check_shapes([form for _, form, _ in by_rank.values()])
+        self.comparison.check_names([form for _, form, _ in by_rank.values()])
         for formula, form, _ in [*by_rank.values()][-1:]:
             self._structure = self._structure or formula
             for place, like in form.items():

@@ -25,7 +25,7 @@ from ..batch.rows import Batch, Cut, ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans, merge_logged
 from ..loss.kinds import Kind
-from ..loss.means import ChangedLossError
+from ..loss.names import ChangedLossError
 from ..loss.validation import SEVERAL
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import window

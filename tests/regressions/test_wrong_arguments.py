@@ -197,15 +197,17 @@ ERRORS = {
     "the model is a Linear, expected a DataParallelModel or the model": lambda: BalancedOptimizer(
         nn.Linear(4, 3), SGD, lr=0.1
     ),
-    "0.1 was given, expected a class of optimizers": lambda: BalancedOptimizer(make_model(), 0.1),
+    "an object of type float, expected a class of optimizers": lambda: BalancedOptimizer(
+        make_model(), 0.1
+    ),
     "LBFGS evaluates the loss several times per step, and BalancedOptimizer once": lambda: (
         BalancedOptimizer(make_model(), torch.optim.LBFGS, lr=0.1)
     ),
     "shard='rows', expected 'elements', 'parameters' or None": lambda: BalancedOptimizer(
         make_model(), SGD, shard="rows", lr=0.1
     ),
-    "type generator": lambda: BalancedOptimizer(nn.Linear(4, 3).parameters(), ADAMW),
-    "an instance of AdamW was given": lambda: BalancedOptimizer(
+    "model=<generator": lambda: BalancedOptimizer(nn.Linear(4, 3).parameters(), ADAMW),
+    "an object of type AdamW, expected a class of optimizers": lambda: BalancedOptimizer(
         make_model(), ADAMW(make_model().parameters())
     ),
     "max_grad_norm='1', expected a positive number": lambda: make_step(max_grad_norm="1"),
