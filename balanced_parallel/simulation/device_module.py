@@ -113,6 +113,11 @@ def _generator(index: int) -> SimpleNamespace:
 default_generators = [_generator(index) for index in range(64)]  # the most that simulate() makes
 
 
+def initial_seed() -> int:
+    """Returns the seed of the random number generator of the current device."""
+    return int(default_generators[current_device()].initial_seed())
+
+
 def manual_seed(seed: int) -> None:
     """Seeds the random number generator of the current device."""
     default_generators[current_device()].manual_seed(seed)
