@@ -221,7 +221,7 @@ class RankBatchSampler(values.SaysInstead, Sampler[list[int]]):
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(self.rows, generator=generator).tolist()
 
-    def _check_order(self, order: Sequence[Any]) -> None:
+    def _check_order(self, order: Sequence[int]) -> None:
         """Raises an error if a sampler has not drawn the rows of its seed, as many as it said."""
         name = type(self.sampler).__name__
         if len(order) != self.rows or any(isinstance(row, list) for row in order):
@@ -293,7 +293,7 @@ class BalancedBatchSampler(RankBatchSampler):
         super().__init__(rows, batch_size, seed, rank=rank, ranks=ranks)
         sorted_rows(self.costs)  # raises an error for a cost that is not valid
 
-    def _check_order(self, order: Sequence[Any]) -> None:
+    def _check_order(self, order: Sequence[int]) -> None:
         super()._check_order(order)
         if not 0 <= min(order) <= max(order) < len(self.costs):
             raise ValueError(

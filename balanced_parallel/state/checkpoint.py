@@ -430,7 +430,7 @@ class Writer(HuggingFaceStorageWriter):
 
         Rank 0 runs this.
         """
-        files: dict[str, list[Any]] = {}
+        files: dict[str, list[str | int]] = {}
         lines: list[str] = []
         for rank in range(self.ranks):
             path = rank_file(self.partial, rank)
@@ -533,9 +533,9 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def digests(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
+def digests(folder: Path, names: Iterable[str]) -> dict[str, list[str | int]]:
     """Returns digest and size of each file."""
-    entries = {}
+    entries: dict[str, list[str | int]] = {}
     for name in names:
         with _open_plain(folder, name) as file:
             entries[name] = [hashlib.file_digest(file, "sha256").hexdigest(), file.tell()]
