@@ -15,7 +15,7 @@ from ..runtime import collectives, values
 from ..strategies.ddp import DDPUpdate
 from ..strategies.replicas import ReplicaSync
 
-_BUFFER_BYTES = 25 * 2**20  # of integers that are summed at a time
+_BUFFER_BYTES = 25 * 2**20  # Integers of so many bytes are summed at a time.
 PartUnits = Sequence[Sequence[int]]  # The units of the gradient of each part of a parameter.
 
 

@@ -90,8 +90,9 @@ class NumberedRows:
 
             def run_shard(shard: Shard, draws: list[Draw] | None = None) -> object:
                 outputs: list[Any] = []
-                compute: Any = loss.sums
-                if loss.passes > 1:  # its state differs between the two forwards
+                compute = loss.sums
+                # The state of the criterion differs between the two forwards.
+                if loss.passes > 1:
                     of_all = loss.loss(self._forwards.copies, shard.device, is_split=False)
                     compute = of_all.collect
                 self._forwards.run([surround(shard, draws)], compute, outputs)

@@ -582,7 +582,7 @@ class TrainStep(SaysInstead):
     def digest(self) -> str:
         """Returns a digest of the parameters of model and criterion: names, dtypes, shapes and bits.
 
-        It is that of a checkpoint of this step. Two runs with one digest have the same parameters.
+        It is that of a checkpoint of this step without shards. Two runs with one digest have the same parameters.
         Under torchrun every rank must call this.
         """
         return self._state().digest()

@@ -585,6 +585,16 @@ class TestWrappers:
             Checkpoints(5)
 
 
+def test_arguments_that_were_removed_name_what_to_write():
+    for call, name, expected in (
+        (functools.partial(ByCost, len, collate=tuple), "trim", "collate=, which pads a list"),
+        (functools.partial(verify, nn.Identity(), CE, INPUTS), "weight", "DataParallelCriterion"),
+        (functools.partial(verify, nn.Identity(), CE, INPUTS), "dim", "DataParallelModel"),
+    ):
+        with pytest.raises(TypeError, match=rf"keyword argument '{name}', expected {expected}"):
+            call(**{name: 1})
+
+
 def test_arguments_of_other_libraries():
     for call, name, expected in (
         (make_step, "gradient_accumulation_steps", "micro_batch_size"),
