@@ -350,9 +350,10 @@ class _HookOfGradient:
     def __init__(self, hook: Callable[..., object]) -> None:
         self.hook = hook
 
-    def __call__(self, given: Tensor | None) -> object:
-        is_missing = given is None or (isinstance(given, nn.Parameter) and given.grad is None)
-        return None if is_missing else self.hook(given)
+    def __call__(self, tensor: Tensor | None) -> object:
+        if tensor is None or (isinstance(tensor, nn.Parameter) and tensor.grad is None):
+            return None
+        return self.hook(tensor)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
