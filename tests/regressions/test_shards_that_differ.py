@@ -540,18 +540,27 @@ def mean_of_chosen(output, labels):
 POSITIONS = [mean_over_positions, flat_mean_over_positions]
 
 
+def cut_of_words(devices, collate=words_of):
+    """Returns a cut of samples that are numbers of words."""
+    return ByCost(int, collate=collate, limit=30 if devices == 1 else None)
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_loss_of_torch_over_positions_that_shards_pad_is_refused(devices):
-    net, (words, labels) = Tagger(), words_of(SAMPLES)
-    cut = ByCost(lambda words: (words != 0).sum(1), trim=1, limit=30 if devices == 1 else None)
+    net = Tagger()
+
+    def collate(lengths):
+        words, labels = words_of(lengths)
+        return words, torch.zeros(*labels.shape, 5).double()
+
     step = TrainStep(
         DataParallelModel(net, ["cpu"] * devices),
         DataParallelCriterion(nn.MSELoss()),
         torch.optim.SGD(net.parameters()),
-        cut=cut,
+        cut=cut_of_words(devices, collate),
     )
     with pytest.raises(ValueError, match=LONGER.replace("mean", "mse_loss")):
-        step(words, torch.zeros(*labels.shape, 5).double())
+        step(SAMPLES)
 
 
 FREE = [masked_mean, mean_of_rows, mean_of_chosen]
@@ -562,15 +571,14 @@ FREE = [masked_mean, mean_of_rows, mean_of_chosen]
 def test_a_mean_over_positions_that_shards_pad_is_refused(criterion, devices):
     """Each shard of a cut by cost has its own longest row, so the mean was up to 2.5 times as large."""
     net = Tagger()
-    cut = ByCost(lambda words: (words != 0).sum(1), trim=1, limit=30 if devices == 1 else None)
     step = TrainStep(
         DataParallelModel(net, ["cpu"] * devices),
         DataParallelCriterion(criterion),
         torch.optim.SGD(net.parameters()),
-        cut=cut,
+        cut=cut_of_words(devices),
     )
     with pytest.raises(ValueError, match=LONGER.replace("mean", "(mean|a sum)")):
-        step(*words_of(SAMPLES))
+        step(SAMPLES)
 
 
 @pytest.mark.parametrize("criterion", FREE)
@@ -578,16 +586,15 @@ def test_a_mean_over_positions_that_shards_pad_is_refused(criterion, devices):
 def test_means_that_do_not_count_padding_are_exact(criterion, devices):
     net = Tagger()
     batch = words_of(SAMPLES)
-    cut = ByCost(lambda words: (words != 0).sum(1), trim=1, limit=30 if devices == 1 else None)
     step = TrainStep(
         DataParallelModel(net, ["cpu"] * devices),
         DataParallelCriterion(criterion),
         torch.optim.SGD(net.parameters(), lr=0.1),
-        cut=cut,
+        cut=cut_of_words(devices),
     )
     for _ in range(3):
         expected = criterion(net(batch[0]), batch[1]).detach()
-        torch.testing.assert_close(step(*batch), expected)
+        torch.testing.assert_close(step(SAMPLES), expected)
 
 
 @pytest.mark.parametrize("limit", [None, 2])
