@@ -32,7 +32,8 @@ class Own(Sampler):
     """Draws rows in an order that depends on the epoch, from a seed of its own."""
 
     def __init__(self, drawn=ROWS):
-        self.drawn, self.epoch = drawn, 0
+        self.drawn = drawn
+        self.epoch = 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -129,10 +130,8 @@ def test_ranks_cut_the_same_rows_in_every_epoch(name, is_balanced):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_position_continues_in_the_middle_of_an_epoch_with_other_ranks(name):
-    whole, after = (
-        make_samplers(SAMPLERS[name], 1),
-        make_samplers(SAMPLERS[name], 3, is_balanced=name != "replacement"),
-    )
+    whole = make_samplers(SAMPLERS[name], 1)
+    after = make_samplers(SAMPLERS[name], 3, is_balanced=name != "replacement")
     expected = epoch_of(whole) + epoch_of(whole)
     (before,) = make_samplers(SAMPLERS[name], 1)
     before.advance()
@@ -223,7 +222,8 @@ def test_a_loader_takes_batches():
 
 
 def losses_of(rank):
-    net, targets = build_net().double(), class_targets(ROWS, ignored=6)
+    net = build_net().double()
+    targets = class_targets(ROWS, ignored=6)
     inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0)).double()
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
     step = TrainStep(model, criterion, sgd(model, lr=0.5))

@@ -63,7 +63,8 @@ class Stateful(nn.Module):
 
     def __init__(self, function):
         super().__init__()
-        self.net, self.function = build_net(), function
+        self.net = build_net()
+        self.function = function
         self.register_buffer("total", torch.zeros(()))
         self.key = nn.Linear(4, 6)
 
@@ -226,12 +227,14 @@ def test_question_answering_with_one_count_is_exact_where_it_counts_both():
 
 
 def test_outputs_that_hooks_of_the_first_forward_capture_come_once():
-    net, words = make_model("routers"), pad(make_rows("routers", 7))["input_ids"]
+    net = make_model("routers")
+    words = pad(make_rows("routers", 7))["input_ids"]
     model = DataParallelModel(net, CPUS)
     for _ in range(2):  # transformers registers hooks when an output is first asked for
         assert [len(out.router_logits) for out in model(words)] == [2, 2, 2]
     assert len(net.model.layers[0].mlp.gate._forward_hooks) == 1
-    plain, split = net(words, output_hidden_states=True), model(words, output_hidden_states=True)
+    plain = net(words, output_hidden_states=True)
+    split = model(words, output_hidden_states=True)
     for expected, found in zip(plain.hidden_states, split.hidden_states.gather(), strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -241,7 +244,9 @@ class Between(nn.Module):
 
     def __init__(self, function):
         super().__init__()
-        self.first, self.second, self.function = nn.Linear(4, 6), nn.Linear(6, 5), function
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 5)
+        self.function = function
 
     def forward(self, x):
         self.last = self.function(self, self.first(x))  # an attribute that no forward reads
@@ -263,7 +268,8 @@ def test_rows_mixed_in_forward_are_a_reason(mix):
 
 @pytest.mark.usefixtures("double")
 def test_rows_in_another_order_are_a_reason():
-    inputs, targets = torch.randn(7, 3, 4), torch.randint(5, (21,))
+    inputs = torch.randn(7, 3, 4)
+    targets = torch.randint(5, (21,))
     net = Calls(lambda net, x: net(x).transpose(0, 1).flatten(0, 1))
     report = verify(net, nn.CrossEntropyLoss(), inputs, targets, device_ids=CPUS)
     assert report.reasons == (

@@ -129,7 +129,9 @@ def test_errors_of_a_criterion_on_parts_are_a_reason():
     ("dtype", "tolerance"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6), (torch.float32, 1e-9)]
 )
 def test_rounding_of_the_dtype_is_the_only_reason(dtype, tolerance):
-    net, inputs, targets = build_net().to(dtype), torch.randn(64, 4).to(dtype), class_targets(64)
+    net = build_net().to(dtype)
+    inputs = torch.randn(64, 4).to(dtype)
+    targets = class_targets(64)
     report = verify(
         net,
         lambda output, target: F.cross_entropy(output, target),
@@ -147,7 +149,8 @@ def test_rounding_of_the_dtype_is_the_only_reason(dtype, tolerance):
 
 def test_a_wrong_mean_has_no_reason_in_half_precision():
     """The errors of parts are within the tolerance, and the report says to compare in float64."""
-    inputs, targets = torch.randn(64, 4), torch.tensor([0, 0, 0, 2] * 8 + [2, 3, 2, 0] * 8)
+    inputs = torch.randn(64, 4)
+    targets = torch.tensor([0, 0, 0, 2] * 8 + [2, 3, 2, 0] * 8)
     wrong = DataParallelCriterion(mean_of_few, weight="rows")
     report = verify(build_net().bfloat16(), wrong, inputs.bfloat16(), targets, device_ids=CPUS)
     assert not report.equal

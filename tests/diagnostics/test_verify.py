@@ -31,7 +31,9 @@ pytestmark = pytest.mark.usefixtures("double")
 def test_an_exact_program_is_reported_as_equal(micro_batch_size):
     net = build_net()
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    inputs, targets, before = torch.randn(7, 4), class_targets(7, 2), torch.get_rng_state()
+    inputs = torch.randn(7, 4)
+    targets = class_targets(7, 2)
+    before = torch.get_rng_state()
     report = verify(
         net,
         nn.CrossEntropyLoss(),
@@ -56,7 +58,8 @@ class ReadsTF32(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.seen = nn.Linear(4, 5), set()
+        self.layer = nn.Linear(4, 5)
+        self.seen = set()
 
     def forward(self, x):
         output = self.layer(x)
@@ -192,11 +195,9 @@ COUNTS = {"all": len, "some": lambda target: (target.sum(1) > 2.5).sum()}
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_batch_size):
-    x, target, clips = (
-        torch.randn(11, 4),
-        torch.rand(11, 5),
-        [torch.randn(length, 4) for length in range(1, 12)],
-    )
+    x = torch.randn(11, 4)
+    target = torch.rand(11, 5)
+    clips = [torch.randn(length, 4) for length in range(1, 12)]
     several = DataParallelCriterion(two_means, weight=COUNTS, minimum=1)
     assert verify(
         DataParallelModel(build_net(), CPUS), several, x, target, micro_batch_size=micro_batch_size
@@ -204,13 +205,15 @@ def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_ba
     of_clips = Calls(
         lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips])
     )
-    model, scale = DataParallelModel(of_clips, CPUS), Whole(torch.rand(5))
+    model = DataParallelModel(of_clips, CPUS)
+    scale = Whole(torch.rand(5))
     report = verify(
         model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size
     )
     assert report.equal, report
 
-    x, target = torch.randn(5, 11, 4), torch.randint(5, (5, 11))
+    x = torch.randn(5, 11, 4)
+    target = torch.randint(5, (5, 11))
     explicit = DataParallelCriterion(flat_loss, weight="rows")
     model = DataParallelModel(build_net(), CPUS, out_dims=1)
     marked = Along(x, 1), Along(target, 1)
@@ -298,7 +301,8 @@ def test_random_numbers_by_row_are_not_blamed():
 
 def test_a_single_device_is_split_unless_it_is_given():
     """The report said equal of any weight=, since one replica was compared with itself."""
-    x, target = torch.randn(7, 4), class_targets(7, 4)
+    x = torch.randn(7, 4)
+    target = class_targets(7, 4)
 
     def loss(output, target):
         return F.cross_entropy(output, target)
@@ -352,7 +356,8 @@ class Balanced(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gate, self.expert = nn.Linear(4, 2), nn.Linear(4, 4)
+        self.gate = nn.Linear(4, 2)
+        self.expert = nn.Linear(4, 4)
 
     def forward(self, x):
         shares = self.gate(x).softmax(-1)

@@ -11,7 +11,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 from balanced_parallel import ByCost, DataParallelCriterion, DataParallelModel, TrainStep
 
 LENGTHS = [3, 17, 5, 2, 9, 4, 4, 30, 1, 6, 7]
-WORDS, TAGS = 20, 5
+WORDS = 20
+TAGS = 5
 
 
 def make_samples(lengths=LENGTHS):

@@ -55,7 +55,8 @@ def channels_last():
 
 
 NETWORKS = BODIES | {"channels last": channels_last}
-LARGE, SMALL = 25 * 2**20, 1
+LARGE = 25 * 2**20
+SMALL = 1
 CASES = [
     *((SMALL, kind, "mlp", None) for kind in KINDS),
     *((LARGE, "AdamW", network, None) for network in NETWORKS),

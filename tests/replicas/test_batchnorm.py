@@ -79,7 +79,8 @@ def test_three_replicas_equal_the_plain_program(rows, settings, double):
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     for _ in range(3):
         output, expected = plain_run(plain, x, weights)
-        expected_input, x.grad = x.grad, None
+        expected_input = x.grad
+        x.grad = None
         found = gather(DataParallelModel(net, CPUS)(x))
         (found * weights).pow(3).sum().backward()
         assert_equal(found, output)

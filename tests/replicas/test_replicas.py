@@ -367,7 +367,8 @@ class Copies:
     """Copies between devices since the last look."""
 
     def __init__(self, cluster):
-        self.cluster, self.seen = cluster, 0
+        self.cluster = cluster
+        self.seen = 0
 
     def take(self):
         found = self.cluster.copies[self.seen :]

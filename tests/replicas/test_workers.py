@@ -46,7 +46,8 @@ class Custom(Exception):
 
     def __init__(self, code, *, detail):
         super().__init__(code, detail)
-        self.code, self.detail = code, detail
+        self.code = code
+        self.detail = detail
 
     def __str__(self):
         return f"code {self.code}"
@@ -264,7 +265,8 @@ def test_one_thread_per_replica_runs_all_forwards_and_the_criterion():
 
 def test_threads_keep_nothing_of_the_forward_that_starts_them(monkeypatch):
     """Models were never freed on Python without the global lock, where a thread keeps the context in which it was started."""
-    contexts, start = [], threading.Thread.start
+    contexts = []
+    start = threading.Thread.start
     monkeypatch.setattr(
         threading.Thread,
         "start",

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from balanced_parallel.savings import linear_cross_entropy as chunked_cross_entropy
 from balanced_parallel.savings.linear_cross_entropy import linear_cross_entropy
 
-CLASSES, FEATURES = 11, 6
+CLASSES = 11
+FEATURES = 6
 REDUCTIONS = ["mean", "sum"]
 
 
@@ -146,7 +147,9 @@ def test_only_wanted_gradients_are_made(learns):
 
 def test_logits_of_all_rows_never_exist(monkeypatch):
     monkeypatch.setattr(chunked_cross_entropy, "rows_per_chunk", lambda features: 64)
-    rows, classes, features = 1024, 2048, 32
+    rows = 1024
+    classes = 2048
+    features = 32
     hidden = torch.randn(rows, features, requires_grad=True)
     weight = torch.randn(classes, features, requires_grad=True)
     target = torch.randint(classes, (rows,))

@@ -31,10 +31,8 @@ BATCHES = [
 def make_step(devices=("cpu",), optimizer="balanced", dropout=0.3, **settings):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 3))
-    model, criterion = (
-        DataParallelModel(net, list(devices)),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-    )
+    model = DataParallelModel(net, list(devices))
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     groups = [
         {"params": list(model.parameters())[:2], "weight_decay": 0.1},
         {"params": list(model.parameters())[2:]},

@@ -21,7 +21,8 @@ from balanced_parallel import (
 )
 from balanced_parallel.runtime import collectives
 
-SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
+SGD = torch.optim.SGD
+ADAM = torch.optim.AdamW
 
 
 def make_step(

@@ -467,7 +467,8 @@ def test_each_part_of_an_update_runs_in_a_block():
     net = build_net()
     net.register_forward_hook(lambda *_: events.append("forward"))
     step = make_step(net, devices=1, surround=block)
-    inputs, targets = torch.randn(4, 4), torch.randint(5, (4,))
+    inputs = torch.randn(4, 4)
+    targets = torch.randint(5, (4,))
     step(inputs, targets)
     assert events == ["enter", "forward", "exit"]
     step.add(inputs, targets)

@@ -78,7 +78,8 @@ def pytest_configure(config):
 
 def change(kind):
     """Makes Lightning choose strategies of this package."""
-    choose, get = _AcceleratorConnector._choose_strategy, StrategyRegistry.get
+    choose = _AcceleratorConnector._choose_strategy
+    get = StrategyRegistry.get
     if kind == "ddp":
         StrategyRegistry.get = lambda name: ours(get(name), kind)
     else:
