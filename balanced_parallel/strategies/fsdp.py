@@ -564,6 +564,7 @@ class ShardedGradients(GradientRecord):
         if self.begins_backward():
             self.compare_blocks()
             if self.is_by_hand:
+                self._refuse_hooks()
                 self.begin_update()
                 self.used.update(
                     number
@@ -571,6 +572,13 @@ class ShardedGradients(GradientRecord):
                     if parameter.grad is not None
                 )
             run_after_backward(self._end)
+
+    def _refuse_hooks(self) -> None:
+        if any(any(torch_private.hooks_of(parameter)) for parameter in self.parameters):
+            raise RuntimeError(
+                "a parameter has a hook of its gradient, which FSDP2 does not call in a backward by hand, expected none: change "
+                "parameter.grad after the backward, or use TrainStep"
+            )
 
     def compare_blocks(self) -> None:
         """Compares the blocks of all ranks if they are new. Raises ``RuntimeError`` if they differ."""
@@ -694,6 +702,12 @@ def shard(
             "the module was sharded before, which FSDP2 does once, expected one that is not sharded: add heads and adapters "
             "before parallelize, build the module anew and load its state, or use strategy='ddp'"
         )
+    for name, parameter in module.named_parameters():
+        if any(torch_private.hooks_of(parameter)):
+            raise ValueError(
+                f"{name} has a hook of its gradient, which FSDP2 loses with the parameter that it replaces, expected hooks after "
+                f"parallelize: model.module.get_parameter({name!r}).register_hook(...)"
+            )
     half = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
     units = [*find_sharded_blocks(module), without_compilation(module)]
     scalars = {parameter for parameter in module.parameters() if not parameter.dim()}

@@ -12,6 +12,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
 from ..loss.copies import Calls
@@ -109,7 +110,7 @@ class TwoPasses(Attempt):
         Random numbers and buffers are put back.
         """
         before = self._snapshot()
-        python = random.getstate()
+        python, of_numpy = random.getstate(), np.random.get_state()
         recorded = [entry for run in self._runs for entry in record_versions(run.batch)]
         try:
             with torch.no_grad():
@@ -130,6 +131,7 @@ class TwoPasses(Attempt):
                 f"a loss whose rows depend on each other takes two forwards: {writes}"
             )
         random.setstate(python)
+        np.random.set_state(of_numpy)
 
     def _differentiate(self, loss: CoupledLoss) -> None:
         """Computes the derivatives of the loss of all ranks, after all of them have run their
