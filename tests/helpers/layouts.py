@@ -32,7 +32,9 @@ def make_update(model, criterion, way=None, lr=0.1, **settings):
             trained = [each for each in parameters if each.requires_grad]
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
             for parameter, gradient in zip(trained, gradients, strict=True):
-                parameter.grad = gradient
+                # Ranks have zeros for a parameter that nobody uses.
+                is_used = gradient is not None and gradient.any()
+                parameter.grad = gradient if is_used else None
         optimizer.step()
         return loss.detach()
 

@@ -63,6 +63,7 @@ class Plain:
             for one, other in pairs if gradients else pairs[:1]:
                 assert (one is None) == (other is None)
                 if other is not None:
+                    assert whole(one).is_sparse == other.is_sparse
                     assert_close(dense(one), dense(other), **tolerances)
 
 

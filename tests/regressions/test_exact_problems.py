@@ -101,6 +101,30 @@ def anchors_with_penalty(output, target):
     return anchors(output, target) + 0.5
 
 
+def dice(output, target):
+    return 1 - 2 * (output.sigmoid() * target).sum() / (output.sigmoid().sum() + target.sum())
+
+
+def over_confidence(output, target):
+    return (output.sigmoid() * target).sum() / output.sigmoid().sum().clamp(min=1e-6)
+
+
+def over_temperature(output, target):
+    return (output * target).sum() / (output.square().sum() + 1).sqrt()
+
+
+def writes_to_its_output(output, target):
+    output[target > 0.9] = 0.0
+    output.mul_(2)
+    return F.mse_loss(output, target).sqrt() + output.square().mean()
+
+
+def properties_of_sums(output, target):
+    total = output.square().sum()
+    assert total.grad_fn is None or total.requires_grad
+    return (total / (1 + total.data)).real + total.T * 0.1 + F.mse_loss(output, target)
+
+
 class OwnLoss(nn.Module):
     """A model that computes its loss with a layer of its own."""
 
@@ -300,6 +324,12 @@ PROBLEMS = {
     "zeros on its device": (linear, sum_from_zeros, iter),
     # A comparison on another device wrote the buffer back, although nothing had changed it.
     "parameters of a criterion": (linear, Weighed(), iter),
+    # A divisor that learns is no count.
+    "Dice": (linear, dice, iter),
+    "over confidence": (linear, over_confidence, iter),
+    "over a temperature": (linear, over_temperature, iter),
+    "a criterion that writes to its output": (linear, writes_to_its_output, iter),
+    "properties of sums": (linear, properties_of_sums, iter),
     "a factor that changes": (linear, changing_factor, iter),
     # A loss that was one mean was the same mean for ever.
     "another function later": (linear, warm_up, iter),
@@ -349,6 +379,7 @@ IN_ONE_PROCESS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Tensor.T is deprecated")
 @pytest.mark.parametrize(("name", "layout"), IN_ONE_PROCESS, ids=str)
 def test_devices_of_one_process(name, layout):
     assert_exact_in_one_process(layout, *problem_of(name))
@@ -367,6 +398,8 @@ def is_refused(name, strategy, way, cuts):
         return True
     if name == "counters and power iterations" and cuts == CUTS[1]:
         return True  # A rank needs rows once to know that there are numbers.
+    if name == "sparse gradients" and way == "asked":
+        return True  # They are dense.
     return name in CHANGE or (name in PENALTIES and way in ("by hand", "asked") and 7 in cuts)
 
 

@@ -75,22 +75,6 @@ def test_loss_is_on_its_way_to_the_host_before_the_last_backward(rank):
     assert events == ["backward", "start", "backward", "wait"]
 
 
-@on_ranks(2)
-def test_gradients_of_parameters_without_an_optimizer_are_exact(rank):
-    """The gradients of all parameters are the true ones, whichever optimizer has them."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    batch = class_batch(7)
-    expected = plain_program(build_net(), torch.nn.CrossEntropyLoss(), *batch)
-    model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(list(model.parameters())[1:], lr=0.1), micro_batch_size=2
-    )
-    for _ in range(3):  # the reducer makes its buckets anew after the first
-        model.module.load_state_dict(build_net().state_dict())
-        assert_update(step, model.module, batch, [4, 3], rank, expected)
-
-
 def test_parameter_captured_by_the_criterion_gets_an_exact_gradient(double):
     """The criterion is a function that learns a parameter of its own, which no reducer knows. One device: nothing to reduce."""
     inputs = torch.randn(7, 4)

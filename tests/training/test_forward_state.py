@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.slow import pairs
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
@@ -129,15 +130,9 @@ def train(net, criterion, devices, method, **settings):
 
 
 def trained_plainly(net, criterion):
-    optimizer = sgd(net, lr=0.05, momentum=0.9)
-    losses = []
-    for inputs, targets in batches():
-        optimizer.zero_grad()
-        loss = criterion(net(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, net.state_dict()
+    plain = Plain(net, criterion, lr=0.05, momentum=0.9)
+    losses = [plain(*batch).item() for batch in batches()]
+    return losses, plain.module.state_dict()
 
 
 SETTINGS = [{}, {"micro_batch_size": 1}, {"reproducible": True, "micro_batch_size": 2}]
@@ -151,7 +146,7 @@ def test_state_advances_once_per_update(kind, criterion, settings, method):
     torch.manual_seed(0)
     net = NETS[kind]().double()
     plain = CRITERIA[criterion]().double()
-    expected = trained_plainly(copy.deepcopy(net), copy.deepcopy(plain.module))
+    expected = trained_plainly(net, plain.module)
     for devices in (["cpu"], ["cpu"] * 3):
         moved = copy.deepcopy(net)
         result = train(moved, copy.deepcopy(plain), devices, method, **settings)
@@ -163,7 +158,7 @@ def test_state_advances_once_on_devices_with_copies():
     torch.manual_seed(0)
     net = Counting().double()
     criterion = CRITERIA["annealed"]().double()
-    expected = trained_plainly(copy.deepcopy(net), copy.deepcopy(criterion.module))
+    expected = trained_plainly(net, criterion.module)
     with simulate(3) as cluster:
         result = train(
             net.to(cluster.devices[0]), criterion, cluster.devices, "step", micro_batch_size=1
