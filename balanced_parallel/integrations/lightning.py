@@ -25,12 +25,10 @@ from .. import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep
 from ..batch.outputs import detach_outputs, join
 from ..batch.rows import count_rows, move_leaves, take
 from ..loss.copies import ShardLoss
-from ..loss.means import UnknownMeanError
+from ..loss.names import UnknownMeanError
 from ..optim.balanced import refuse_closures
 from ..replicas.module_tree import ModuleTree
 from ..replicas.replicas import copy_buffers
-from ..replicas.workers import current_replica
-from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike, resolve_devices
 from ..strategies.ddp import DistributedModel
 
@@ -49,7 +47,7 @@ class StepResult(NamedTuple):
 class StepTask(nn.Module):
     """Calls ``training_step`` of a module on a shard."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
 
@@ -60,7 +58,7 @@ class StepTask(nn.Module):
         updates = count_updates(module)
         logged: Logged = []
         loss, output = run(module, inputs, logged)
-        if current_replica() and updates != count_updates(module):
+        if len(module.trainer.strategy.replica_devices) > 1 and updates != count_updates(module):
             raise TypeError(
                 "training_step updates a torchmetrics.Metric, of which each replica has a copy, expected none with several "
                 "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
@@ -136,7 +134,7 @@ def count_updates(module: nn.Module) -> list[int]:
     return [part.update_count for part in module.modules() if isinstance(part, Metric)]
 
 
-def twin(module: nn.Module) -> nn.Module:
+def twin(module: nn.Module) -> Any:
     """Returns a module with the same parameters, and with attributes and buffers of its own."""
     tree = ModuleTree(module)
     home = next(module.parameters()).device
@@ -184,7 +182,9 @@ class ExactSteps(Strategy):
         module: Any = self.lightning_module
         devices = self.replica_devices or [self.root_device]
         # One device alone may run any loop.
-        self._is_by_hand = not module.automatic_optimization and len(devices) * world_size() == 1
+        self._is_by_hand = (
+            not module.automatic_optimization and len(devices) * trainer.world_size == 1
+        )
         if self._is_by_hand:
             return
         if not module.automatic_optimization or module._compiler_ctx is not None:
@@ -195,7 +195,7 @@ class ExactSteps(Strategy):
         task = StepTask(module)
         self._replicas = (
             DistributedModel(task, self.root_device, None)
-            if world_size() > 1
+            if trainer.world_size > 1
             else DataParallelModel(task, devices)
         )
         self._replicas.register_forward_hook(self._keep_results)
@@ -240,7 +240,7 @@ class ExactSteps(Strategy):
             return super().training_step(*inputs, **settings)
         module: Any = self.lightning_module
         batches = module.trainer.accumulate_grad_batches
-        is_split = batches * len(self._replicas.devices) * world_size() > 1
+        is_split = batches * len(self._replicas.devices) * module.trainer.world_size > 1
         loss = torch.zeros((), device=self.root_device)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.scale(loss + 1)

@@ -34,7 +34,7 @@ from transformers.trainer_pt_utils import nested_concat
 from .. import DataParallelCriterion, DataParallelModel, PerReplica, Precision, Rows, Whole
 from ..batch.rows import move_leaves, take
 from ..loss.inside import ForwardNotes
-from ..loss.means import UnknownMeanError
+from ..loss.names import UnknownMeanError
 from ..runtime.collectives import gather_objects, gather_rows
 from ..runtime.devices import DeviceLike, resolve_devices
 from ..strategies.ddp import DistributedModel
@@ -264,9 +264,9 @@ class BalancedTrainer(Trainer):
 
         def gather(tensor: Tensor) -> Tensor:
             rows = torch.atleast_1d(tensor)
-            sizes = gather_objects(len(rows) if counts else 0)
-            here = accelerator.process_index
-            return gather_rows(rows[: sizes[here]], sizes, 0) if any(sizes) else rows
+            count = len(rows) if counts else 0
+            sizes = gather_objects(count)
+            return gather_rows(rows[:count], sizes, 0) if any(sizes) else rows
 
         gathering = copy.copy(accelerator)
         vars(gathering).update(gather=gather, gather_for_metrics=gather)
@@ -300,7 +300,9 @@ class BalancedTrainer(Trainer):
         )
         scaler = self.accelerator.scaler
         precision = Precision("fp32") if scaler is None else Precision("fp16", scaler)
-        self._forwards = Forwards(wrapped, DataParallelCriterion(_loss_of), precision)
+        self._forwards = Forwards(
+            wrapped, DataParallelCriterion(lambda computed: computed.loss), precision
+        )
         self._last = None
         self._wrapped = [self.model]
         self.model_wrapped = wrapped
@@ -360,13 +362,11 @@ class BalancedTrainer(Trainer):
             return compute, Whole(inputs), counts, Rows(range(count if counts else 0))
         return compute, {_SAMPLES: inputs[_SAMPLES]} if has_samples else inputs, counts
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
-    ) -> tuple[list[Inputs], None]:
+    def get_batch_samples(self, *arguments: object) -> tuple[list[Inputs], None]:
         """Returns the micro-batches of the next update. ``compute_loss`` counts the labels of its
         rows.
         """
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, _ = super().get_batch_samples(*arguments)
         self._work = None
         if batches:
             batches[-1], weight = self._split(batches[-1])[0]
@@ -393,27 +393,29 @@ class BalancedTrainer(Trainer):
             for part, weight in pieces
         ]
 
-    def training_step(
-        self, model: nn.Module, inputs: Inputs, num_items_in_batch: object = None
-    ) -> Tensor:
+    def training_step(self, *arguments: object, **settings: object) -> Any:
         """Runs forward and backward of a micro-batch.
 
         Returns zero, and after the last one the loss of the update.
         """
         self.loss_is_scaled_for_ga = True
         with self._having(compute_loss=self._add_rows):
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return loss
+            return super().training_step(*arguments, **settings)
 
-    def _add_rows(self, model: nn.Module, inputs: Inputs, *_: object, **__: object) -> Tensor:
+    def _add_rows(self, model: nn.Module, inputs: Inputs, *_: object, **__: object) -> Any:
         """Takes the place of ``compute_loss`` in a training step. Runs forward and backward.
 
-        The result has no graph.
+        The result has no graph, except that of a window of one forward.
         """
         counts = self._counts.pop(0) if self._counts else True
         is_last = not self._counts
         forwards = self._forwards
         loss = torch.zeros((), device=self.args.device)
+        if not self._is_split:
+            rows = move_leaves(inputs, self.args.device)
+            loss = forwards.model.module(_loss_of_rows, rows, counts).loss
+            if loss.isfinite():  # A mean over no targets is nan. It is counted below.
+                return loss
         work = self._work or begin_update(forwards, self._last)
         self._work = None
         with (
@@ -488,8 +490,8 @@ class BalancedTrainer(Trainer):
         output = super().evaluation_loop(*arguments, **settings)
         name = f"{settings.get('metric_key_prefix', 'eval')}_loss"
         if name in output.metrics and self._evaluated is not None:
-            loss = self._evaluated.finish(torch.zeros((), device=self.args.device))
-            output.metrics[name] = loss.item()
+            nothing = torch.zeros((), device=self.args.device)
+            output.metrics[name] = self._evaluated.finish(nothing).item()
         return output
 
 
@@ -502,10 +504,6 @@ def _explain_errors() -> Iterator[None]:
         raise ValueError(
             f"the trainer's loss does not add up over the rows: {error.what}, {_EXPECTED}"
         ) from error
-
-
-def _loss_of(computed: Computed) -> Any:
-    return computed.loss
 
 
 def _predict(

@@ -123,7 +123,7 @@ def test_split_by_weights_skips_devices_of_weight_zero():
         6,
         2,
     ]
-    for split in ([1], [1, -1, 1], [0, 0, 0], "memory", [1, float("nan"), 1]):
+    for split in ([1], [1, -1, 1], [0, 0, 0], [0, 1, 1], "memory", [1, float("nan"), 1]):
         with pytest.raises(ValueError, match="split=.*expected None or one weight per device"):
             scatter(torch.zeros(8, 1), ["cpu"] * 3, split=split)
 

@@ -292,20 +292,25 @@ def test_new_memory_is_not_named():
 
 
 class CountsCalls(nn.Module):
-    """A part with state that each replica has for itself."""
+    """A part with state that each replica has for itself: a tensor in an attribute, not a number."""
 
-    def __init__(self):
+    def __init__(self, start):
         super().__init__()
-        self.calls = 0
+        self.calls = start
 
     def forward(self, x):
-        self.calls += 1
+        self.calls = self.calls + 1
         return x * (1 + 1e-3 * self.calls)
 
 
+def test_a_number_in_an_attribute_advances_once_in_any_layout():
+    for devices in (["cpu"], CPUS):
+        assert compare(Net(CountsCalls(0)), device_ids=devices, micro_batch_size=2).equal
+
+
 def test_a_layout_that_differs_has_its_first_module():
-    assert compare(Net(CountsCalls()), micro_batch_size=2).equal
-    report = compare(Net(CountsCalls()), device_ids=CPUS, micro_batch_size=2)
+    assert compare(Net(CountsCalls(torch.zeros(()))), micro_batch_size=2).equal
+    report = compare(Net(CountsCalls(torch.zeros(()))), device_ids=CPUS, micro_batch_size=2)
     place = (
         "output of blocks.1.inner (CountsCalls); equal up to output of blocks.1.dropout (Dropout)"
     )
@@ -321,7 +326,7 @@ def test_a_layout_that_differs_has_its_first_module():
 def test_threads_of_devices_are_recorded():
     with simulate(devices=3):
         assert compare(Net(), device_ids=None, micro_batch_size=2).equal
-        counting = compare(Net(CountsCalls()), device_ids=None, micro_batch_size=2)
+        counting = compare(Net(CountsCalls(torch.zeros(()))), device_ids=None, micro_batch_size=2)
         backward = compare(Net(OnlyGradient()), device_ids=None, micro_batch_size=2)
     assert counting.first_difference.startswith("output of blocks.1.inner (CountsCalls)")
     assert backward.first_difference.endswith(AFTER_INNER)

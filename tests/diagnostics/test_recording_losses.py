@@ -34,7 +34,10 @@ def reasons_of(criterion, rows=9, targets=None, **settings):
     "criterion", [contrastive_loss, lambda output, target: contrastive_loss(output, target)]
 )
 def test_a_loss_that_couples_rows_is_reported_as_a_reason(criterion, rows):
-    assert reasons_of(criterion, rows) == (REASON,)
+    """Without ``weight=`` it is refused, as a step does."""
+    assert reasons_of(criterion, rows, weight="rows") == (REASON,)
+    with pytest.raises((TypeError, ValueError), match=r"depend on each other.*whole=True"):
+        reasons_of(criterion, rows)
 
 
 # Losses that are sums, or means over something other than rows
@@ -105,7 +108,7 @@ def test_reasons_are_found_with_rows_in_dimension_1():
     def total(output, target):
         return flat_loss(output, target) * target.numel()
 
-    report = verify(net, total, inputs, targets, device_ids=CPUS, dim=1)
+    report = verify(net, total, inputs, targets, device_ids=CPUS, dim=1, weight="rows")
     assert report.first_difference is None
     assert report.reasons == (REASON,)
 
@@ -116,7 +119,7 @@ def test_errors_of_a_criterion_on_parts_are_a_reason():
             raise ZeroDivisionError("too few rows")
         return contrastive_loss(output, target)
 
-    assert reasons_of(picky) == (REASON,)
+    assert reasons_of(picky, weight="rows") == (REASON,)
 
 
 # Reasons that would be false
@@ -196,7 +199,6 @@ def test_a_loss_of_several_splits_is_refused_or_named():
         )
     program = torch.randn(18, 4), class_targets(6).repeat(3)
     for loss, settings in (
-        (JsdCrossEntropy(), {}),
         (JsdCrossEntropy(), {"weight": "rows"}),
         (Splits(), {"weight": "rows"}),
     ):

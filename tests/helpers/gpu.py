@@ -117,9 +117,9 @@ class Machine:
     def count_waits(self, function):
         """Returns how often the host waited for a device during a call."""
         if self.cluster:
-            before = self.cluster.wait_count
+            before = len(self.cluster.waits)
             function()
-            return self.cluster.wait_count - before
+            return len(self.cluster.waits) - before
         with warnings.catch_warnings(record=True) as record, _debug_synchronization("warn"):
             warnings.simplefilter("always")
             function()

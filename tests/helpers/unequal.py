@@ -48,10 +48,6 @@ def pad_labels(samples):
     return {**inputs, "labels": tags}
 
 
-def lengths_of(inputs):
-    return inputs["lengths"]
-
-
 class Transformer(nn.Module):
     """Attention that leaves the padding out."""
 
@@ -123,11 +119,11 @@ def assert_same_rows(found, expected, samples):
         assert_equal(found[row, ..., :length], expected[row, ..., :length])
 
 
-def with_cut(*, cost=None, collate=None, trim=None, combine=None, limit=None, **settings):
+def with_cut(*, cost=None, collate=pad, combine=None, limit=None, **settings):
     """Returns the settings of a step, with a ByCost of those that are its arguments."""
     if cost is None:
         return settings
     return {
-        "cut": ByCost(cost, collate=collate, trim=trim, combine=combine, limit=limit),
+        "cut": ByCost(cost, collate=collate, combine=combine, limit=limit),
         **settings,
     }

@@ -425,3 +425,20 @@ def test_the_plain_loss_of_several_terms_is_their_sum():
     assert loss({"a": one, "b": {"c": two}}) == 3
     with pytest.raises(TypeError, match="type str, expected a tensor with one element"):
         loss("x")
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}], ids=str)
+def test_a_number_that_was_read_from_values_is_not_that_of_one_shard(settings):
+    """An accuracy with ``.item()`` was left out without a word."""
+
+    def criterion(output, target):
+        accuracy = (output.argmax(1) == target).double().mean().item()
+        return {"loss": F.cross_entropy(output, target), "accuracy": accuracy}
+
+    net, (inputs, targets) = build_net().double(), batch(0)
+    model = DataParallelModel(net, ["cpu"] * 3)
+    step = TrainStep(model, DataParallelCriterion(criterion), sgd(net, lr=0.0), **settings)
+    for _ in range(3):
+        step(inputs, targets)
+        with pytest.raises(ValueError, match=r"the value 'accuracy' .* without \.item\(\)"):
+            step.metrics()

@@ -24,7 +24,7 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-from balanced_parallel.loss.means import UnknownMeanError
+from balanced_parallel.loss.names import UnknownMeanError
 
 pytestmark = pytest.mark.usefixtures("double")
 

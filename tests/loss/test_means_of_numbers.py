@@ -16,7 +16,7 @@ from balanced_parallel import (
     PerReplica,
     Rows,
 )
-from balanced_parallel.loss.means import LossOfMeans
+from balanced_parallel.loss.means import ComparisonOfMeans
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -203,7 +203,9 @@ def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):
 
     criterion = DataParallelCriterion(Counting(None))
     sums = []
-    monkeypatch.setattr(LossOfMeans, "compare_sums", lambda self, *samples: sums.append(samples))
+    monkeypatch.setattr(
+        ComparisonOfMeans, "compare_sums", lambda self, *samples: sums.append(samples)
+    )
     for _ in range(7):
         criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
     assert len(sums) == 3

@@ -229,9 +229,9 @@ def test_state_dict_and_step_hooks_are_called():
 @pytest.mark.parametrize("devices", [["cpu"] * 2, ["sim:0", "sim:1"]], ids=["cpu", "sim"])
 def test_empty_parameter_lists_raise_an_error(devices):
     with simulate(2):
-        with pytest.raises(ValueError, match="BalancedOptimizer got an empty parameter list"):
+        with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
             BalancedOptimizer(DataParallelModel(nn.Tanh(), devices), torch.optim.SGD, lr=0.1)
-        with pytest.raises(ValueError, match="BalancedOptimizer got an empty parameter list"):
+        with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
             BalancedOptimizer(
                 DataParallelModel(build_net().to(devices[0]), devices), torch.optim.SGD, [], lr=0.1
             )

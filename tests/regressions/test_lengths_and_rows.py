@@ -127,3 +127,29 @@ def test_a_rank_without_rows_may_have_another_length(rank):
         loss = criterion(model(inputs[rows]), target[rows])
         assert_close(loss.detach(), F.mse_loss(net(inputs), target).detach())
         loss.backward()
+
+
+class WithSums(nn.Linear):
+    """Returns rows with a gradient, and the sums of the inputs, which have none."""
+
+    def forward(self, inputs):
+        return {"rows": super().forward(inputs), "sums": inputs.sum(1)}
+
+
+@on_ranks(2)
+def test_an_output_without_a_gradient_has_none_on_a_rank_without_rows(rank):
+    """That rank alone ran a collective in the backward, and the process was aborted."""
+    torch.manual_seed(0)
+    net = WithSums(4, 5).double()
+
+    def criterion(output, target):
+        return (output["rows"] - target).square().mean() * output["sums"].std()
+
+    model, whole = parallelize(net, DataParallelCriterion(criterion, whole=True), strategy="ddp")
+    for first in (2, 0, 1):
+        inputs = torch.randn(6, 4).double()
+        target = torch.rand(6, 5).double()
+        mine = slice(0, first) if rank == 0 else slice(first, 6)
+        loss = whole(model(inputs[mine]), target[mine])
+        torch.testing.assert_close(loss.detach(), criterion(net(inputs), target).detach())
+        loss.backward()

@@ -451,7 +451,7 @@ REFUSED = {
     "no number of rows": (SIZES, {"micro_batch_size": None}),
     "any number of rows": (SIZES, {"micro_batch_size": "auto"}),
     "shares": ("reproducible='bits' with split=", {"split": [2, 1]}),
-    "costs": ("with cut=ByCost", {"cut": ByCost(lambda inputs: inputs.abs().sum(1))}),
+    "costs": ("with cut=ByCost", {"cut": ByCost(len, collate=tuple)}),
     "all rows": (WHOLE, {"criterion": DataParallelCriterion(pairs, whole=True)}),
     "overlap": (WHOLE, {"criterion": DiceLoss()}),
     "batch norm over replicas": (

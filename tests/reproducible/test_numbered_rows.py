@@ -77,6 +77,16 @@ def batch():
     return words, torch.randint(5, (ROWS,), generator=numbers)
 
 
+def words_in(sample):
+    return int((sample[0] > 0).sum())
+
+
+def pad(samples):
+    """Returns words without the padding that all samples have, and the labels."""
+    words, labels = map(torch.stack, zip(*samples, strict=True))
+    return words[:, : max(map(words_in, samples))], labels
+
+
 def make_step(devices=1, change=lambda net: net, **settings):
     criterion = DataParallelCriterion(NoisyLabels(), weight="rows")
     return make_step_of(
@@ -90,7 +100,9 @@ def train(step, updates=2, add=None):
     words, labels = batch()
     losses = []
     for _ in range(updates):
-        if add is None:
+        if step.cut is not None:
+            losses.append(step([*zip(words, labels, strict=True)]))
+        elif add is None:
             losses.append(step(words, labels))
         else:
             for part in zip(words.split(add), labels.split(add), strict=True):
@@ -119,7 +131,7 @@ LAYOUTS = {
     "simulated": {"devices": ["sim:0", "sim:1", "sim:2"], "micro_batch_size": 2},
     "by cost": {
         "devices": 2,
-        "cut": ByCost(lambda words: (words > 0).sum(1), trim=1),
+        "cut": ByCost(words_in, collate=pad),
         "micro_batch_size": 2,
     },
     "checkpointed": {

@@ -426,7 +426,7 @@ class BySizes(Cut):
     def __init__(self, sizes):
         self.sizes = sizes
 
-    def open(self, inputs, targets, mark, forward, *, unit, is_strict):
+    def open(self, inputs, targets, mark, *, unit, is_strict):
         batch = SizedBatch(*mark(inputs, targets))
         batch.sizes = self.sizes
         return batch
