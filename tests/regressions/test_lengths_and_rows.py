@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.testing import assert_close
 
-from balanced_parallel import parallelize
+from balanced_parallel import DataParallelCriterion, parallelize
 
 pytestmark = pytest.mark.usefixtures("double")
 
