@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from helpers.ddp import WAYS, Chosen, cut_over_ranks, make_update
+from helpers.ddp import WAYS, Chosen, calls_of, cut_over_ranks, make_update
 from helpers.optimizers import sgd
 from helpers.plain import Plain
 from helpers.problems import (
@@ -299,13 +299,7 @@ class Changing(nn.Module):
 
 
 def exchanges_of(work):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        work()
-    return sum(
-        event.count
-        for event in profiler.key_averages()
-        if event.key in ("gloo:all_reduce", "gloo:all_gather")
-    )
+    return calls_of(work, "gloo:all_reduce", "gloo:all_gather")
 
 
 def check_exchanges(rank):

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ddp import calls_of
 from helpers.fsdp import whole_gradients
 from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
@@ -92,16 +93,6 @@ def test_more_micro_batches_in_float16():
     run_ranks(2, check_words, "fp16", [[4, 4], [4, 1], [3, 9], [4, 4]])
 
 
-def reductions_of(work):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        work()
-    return sum(
-        event.count
-        for event in profiler.key_averages()
-        if event.key == "c10d::_reduce_scatter_base_"
-    )
-
-
 class Branches(nn.Module):
     """Uses another part of its block in each micro-batch, and one of them never."""
 
@@ -159,7 +150,7 @@ def check_whole_gradients(rank, precision):
                 step(*mine)
             continue
         found = []
-        counts.append(reductions_of(lambda: found.append(step(*mine))))  # noqa: B023
+        counts.append(calls_of(lambda: found.append(step(*mine)), "c10d::_reduce_scatter_base_"))  # noqa: B023
         assert_close(found[0], loss, rtol=tolerance, atol=tolerance)
         assert_same_gradients(whole_gradients(model.module), expected, tolerance)
         assert model.module.blocks[0].never.weight.grad is None
