@@ -18,6 +18,7 @@ from helpers.trainers import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -41,7 +42,7 @@ def make_trainer(
 
 
 def check(numbers, expected, tolerance=1e-4):
-    torch.testing.assert_close(
+    assert_close(
         torch.tensor(numbers), torch.tensor(expected), rtol=tolerance, atol=1e-5, equal_nan=True
     )
 
@@ -499,7 +500,7 @@ def test_detectors_whose_labels_are_a_list_of_mappings(tmp_path, settings):
     result = train_boxes(
         lambda boxes: torch.cat(boxes).mean(), tmp_path, BalancedTrainer, 4, **settings
     )
-    torch.testing.assert_close(result, expected)
+    assert_close(result, expected)
     with pytest.raises(
         ValueError,
         match="computes mean.* for some rows, and mean.* for others",

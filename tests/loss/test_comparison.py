@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, Whole
 
@@ -42,8 +43,8 @@ def assert_equal_to_plain(net, criterion, *targets, updates=2, **layout):
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
-        torch.testing.assert_close(step(inputs, *targets), expected.detach())
-    torch.testing.assert_close([*net.parameters()], [*plain.parameters()])
+        assert_close(step(inputs, *targets), expected.detach())
+    assert_close([*net.parameters()], [*plain.parameters()])
 
 
 LAYOUTS = [{"devices": 3}, {"devices": 1, "limit": 2}, {"devices": 2, "limit": 1}]
@@ -137,7 +138,7 @@ def test_a_row_of_an_earlier_update_is_not_joined_with_another_queue():
         inputs = torch.randn(rows, 4)
         queue = torch.randn(6, 3)
         expected = criterion(net(inputs), queue).detach()
-        torch.testing.assert_close(step(inputs, Whole(queue)), expected)
+        assert_close(step(inputs, Whole(queue)), expected)
 
 
 class Actor(nn.Module):

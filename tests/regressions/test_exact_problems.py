@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers.fsdp import WORDS, Language, language_batch
 from helpers.layouts import LAYOUTS, assert_exact_in_one_process, assert_exact_on_ranks
 from helpers.ranks import on_ranks
-from helpers.slow import pairs
+from helpers.slow import pairs, slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -123,6 +123,16 @@ def properties_of_sums(output, target):
     total = output.square().sum()
     assert total.grad_fn is None or total.requires_grad
     return (total / (1 + total.data)).real + total.T * 0.1 + F.mse_loss(output, target)
+
+
+def positives_of(output, target):
+    return (target[:, 0] > 0.8).sum()
+
+
+def over_positives(output, target):
+    """The sum of all rows over the number of positives, as detectors divide."""
+    count = positives_of(output, target)
+    return F.mse_loss(output, target, reduction="sum") / count.clamp(min=1)
 
 
 class OwnLoss(nn.Module):
@@ -338,6 +348,11 @@ PROBLEMS = {
     "a mean in a checkpoint": (linear, mean_in_checkpoint, iter),
     "a root in a checkpoint": (linear, root_in_checkpoint, iter),
     "a checkpoint in the model": (InCheckpoint, own, alone),
+    "a minimum of the divisor": (
+        linear,
+        DataParallelCriterion(over_positives, weight=positives_of, minimum=1),
+        iter,
+    ),
     # A shard without positives has a sum, and no count.
     "anchors": (linear, anchors, anchors_of),
     "anchors and a number": (linear, anchors_with_penalty, anchors_of),
@@ -371,11 +386,16 @@ def problem_of(name):
     return make_net(), criterion, change(make_batches())
 
 
-IN_ONE_PROCESS = [
+CASES = [
     (name, layout)
     for name in PROBLEMS
     for layout in LAYOUTS
     if (name, layout[0]) != ("sparse gradients", "simulated")
+]
+# Each problem in every second layout, and each layout with every second problem.
+IN_ONE_PROCESS = [
+    slow(*case) if (number + number // len(LAYOUTS)) % 2 else case
+    for number, case in enumerate(CASES)
 ]
 
 
@@ -405,7 +425,7 @@ def is_refused(name, strategy, way, cuts):
 
 @pytest.mark.parametrize(
     ("strategy", "way", "cuts"),
-    pairs(["ddp", "fsdp"], [None, 2, "by hand", "asked"], CUTS, fast=8),
+    pairs(["ddp", "fsdp"], [None, 2, "by hand", "asked"], CUTS, fast=6),
     ids=str,
 )
 @on_ranks(2)

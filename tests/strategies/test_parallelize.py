@@ -102,14 +102,10 @@ def test_parallelize_without_a_criterion_returns_the_model():
 
 LOSSES = {
     "of the model's own": lambda outputs, wanted: weighted_mean(
-        [nn.functional.cross_entropy(outputs[0], wanted)], [len(wanted)]
+        [F.cross_entropy(outputs[0], wanted)], [len(wanted)]
     ),
-    "of all outputs": lambda outputs, wanted: nn.functional.cross_entropy(
-        gather(outputs), gather([wanted])
-    ),
-    "by hand": lambda outputs, wanted: (
-        nn.functional.cross_entropy(outputs[0], wanted, reduction="sum") * 2 / 6
-    ),
+    "of all outputs": lambda outputs, wanted: F.cross_entropy(gather(outputs), gather([wanted])),
+    "by hand": lambda outputs, wanted: F.cross_entropy(outputs[0], wanted, reduction="sum") * 2 / 6,
 }
 
 
@@ -138,7 +134,7 @@ def test_module_without_trainable_parameters_raises_an_error(rank):
     with pytest.raises(
         ValueError, match="no parameter of the module requires a gradient, expected one at least"
     ):
-        parallelize(build_net().requires_grad_(False), torch.nn.CrossEntropyLoss())
+        parallelize(build_net().requires_grad_(False), nn.CrossEntropyLoss())
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "torchrun.md"

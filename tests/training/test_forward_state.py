@@ -14,6 +14,8 @@ from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
 
+pytestmark = pytest.mark.usefixtures("double")
+
 ROWS = 7
 UPDATES = 4
 
@@ -110,9 +112,7 @@ CRITERIA = {
 def batches():
     generator = torch.Generator().manual_seed(1)
     for _ in range(UPDATES):
-        yield [
-            torch.randn(ROWS, width, generator=generator, dtype=torch.float64) for width in (4, 3)
-        ]
+        yield [torch.randn(ROWS, width, generator=generator) for width in (4, 3)]
 
 
 def train(net, criterion, devices, method, **settings):
@@ -144,8 +144,8 @@ SETTINGS = [{}, {"micro_batch_size": 1}, {"reproducible": True, "micro_batch_siz
 )
 def test_state_advances_once_per_update(kind, criterion, settings, method):
     torch.manual_seed(0)
-    net = NETS[kind]().double()
-    plain = CRITERIA[criterion]().double()
+    net = NETS[kind]()
+    plain = CRITERIA[criterion]()
     expected = trained_plainly(net, plain.module)
     for devices in (["cpu"], ["cpu"] * 3):
         moved = copy.deepcopy(net)
@@ -156,8 +156,8 @@ def test_state_advances_once_per_update(kind, criterion, settings, method):
 
 def test_state_advances_once_on_devices_with_copies():
     torch.manual_seed(0)
-    net = Counting().double()
-    criterion = CRITERIA["annealed"]().double()
+    net = Counting()
+    criterion = CRITERIA["annealed"]()
     expected = trained_plainly(net, criterion.module)
     with simulate(3) as cluster:
         result = train(
@@ -172,10 +172,10 @@ def test_a_buffer_that_depends_on_the_rows_is_refused(method):
         RuntimeError,
         match="the buffer mean has other values after the forward of another micro-batch",
     ):
-        train(RunningMean().double(), CRITERIA["mean"](), ["cpu"], method, micro_batch_size=2)
+        train(RunningMean(), CRITERIA["mean"](), ["cpu"], method, micro_batch_size=2)
 
 
 def test_statistics_of_batch_norm_are_those_of_each_micro_batch():
-    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     train(net, CRITERIA["mean"](), ["cpu"], "step", micro_batch_size=4)
     assert net[1].num_batches_tracked == 2 * UPDATES
