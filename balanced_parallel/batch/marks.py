@@ -293,7 +293,7 @@ def holds_tensors(value: object, depth: int) -> bool:
     if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type)) or inspect.isroutine(value):
         return False
     # The state of an object is its attributes, or also those in slots.
-    state = object.__getstate__(value)
+    state = tuple(value) if isinstance(value, tuple) else object.__getstate__(value)
     return any(holds_tensors(leaf, depth - 1) for _, leaf in containers.leaves(state))
 
 

@@ -11,7 +11,7 @@ from ..batch import containers
 from ..runtime.collectives import SumOverRanks, world_size
 from ..runtime.devices import move
 from ..runtime.torch_private import is_differentiable
-from .comparison import ComparisonOfSums, ShardStatistics
+from .comparison import ComparisonOfSums, ShardStatistics, Sums
 from .copies import Calls, CriterionCopies, ShardLoss, call_spread
 from .coupled import CoupledLoss
 from .sums import add_up, weighted_sum, widen
@@ -28,7 +28,7 @@ class LossOfSums(CoupledLoss):
     ) -> None:
         super().__init__(copies, home, is_split=is_split)
         self.comparison = self._comparison()
-        self._total: dict[Any, Tensor] = {}
+        self._total: Sums = {}
         self._structure: Any = None
         self._slopes: dict[Any, Tensor | None] = {}
 

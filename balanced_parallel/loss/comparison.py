@@ -54,10 +54,13 @@ _APART = "which can be neither cut into rows nor joined: return the tensors that
 _PADDING = -1e4
 
 
+Sums = dict[Any, Tensor]  # Statistics by their names or key paths.
+
+
 class ShardStatistics(NamedTuple):
     """The statistics of one replica's rows."""
 
-    tensors: dict[Any, Tensor]  # Key paths are the keys. There are none without rows.
+    tensors: Sums  # There are none without rows.
     structure: Any  # whose leaves the tensors are
     nothing: Tensor  # a zero on the device of the output, connected to it
 
@@ -108,7 +111,7 @@ class ComparisonOfSums:
         self._statistics = statistics
         self._rows = 0  # the rows in the samples of this rank
 
-    def take(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
+    def take(self, statistics: Sequence[Sums], calls: Calls) -> None:
         """Takes samples of the first rows of a micro-batch, if they are due."""
         if not self._rows and not self._is_due(statistics):
             return
@@ -118,7 +121,7 @@ class ComparisonOfSums:
                 self._rows += min(size or 0, ROWS_TO_CHECK - 1)  # two shards at least
                 self._take(PerReplica([output], [size], outputs.dim), shard)
 
-    def _is_due(self, statistics: Sequence[dict[object, Tensor]]) -> bool:
+    def _is_due(self, statistics: Sequence[Sums]) -> bool:
         first = next(filter(None, statistics), None)
         checks = self.copies.checks
         if first is None or checks is None:
@@ -186,7 +189,7 @@ class ComparisonOfSums:
             parts = parts[1:]
 
     def _compare_together(
-        self, parts: Sequence[tuple[Sample, list[dict[Any, Tensor]]]], device: torch.device
+        self, parts: Sequence[tuple[Sample, list[Sums]]], device: torch.device
     ) -> bool:
         """Compares rows of several samples with their halves. Returns False if they do not fit."""
         samples = [sample for sample, _ in parts]
@@ -217,7 +220,7 @@ class ComparisonOfSums:
         self.compare_sums([whole, *halves], again, 1, others[0].reason)
         return True
 
-    def _halve(self, sample: Sample, device: torch.device) -> list[dict[Any, Tensor]]:
+    def _halve(self, sample: Sample, device: torch.device) -> list[Sums]:
         """Returns the statistics of the halves of a sample. There are none of a row that is not
         complete alone.
         """
@@ -234,7 +237,7 @@ class ComparisonOfSums:
 
     def _run(
         self, pair: tuple[Any, Arguments], sizes: Sequence[int], device: torch.device
-    ) -> list[dict[Any, Tensor]]:
+    ) -> list[Sums]:
         """Returns the statistics of parts of some rows.
 
         Random numbers are put back. A copy of the criterion computes each, and the criterion itself
@@ -256,8 +259,8 @@ class ComparisonOfSums:
 
     def compare_sums(
         self,
-        samples: Sequence[dict[Any, Tensor]],
-        run: Callable[[], Sequence[dict[Any, Tensor]]],
+        samples: Sequence[Sums],
+        run: Callable[[], Sequence[Sums]],
         times: int,
         note: str = "",
     ) -> None:
@@ -293,7 +296,7 @@ class ComparisonOfSums:
         is_half = self.copies.precision.name != "fp32" or tensor.itemsize < 4
         return 2e-2 if is_half or torch.is_autocast_enabled(self.home.type) else 1e-3
 
-    def check_names(self, parts: Sequence[dict[Any, Tensor]]) -> None:
+    def check_names(self, parts: Sequence[Sums]) -> None:
         """Raises ``ValueError`` for statistics that cannot be added up."""
         shapes = [{place: tuple(tensor.shape) for place, tensor in part.items()} for part in parts]
         for other in shapes:

@@ -23,7 +23,7 @@ from ..batch.rows import NOTHING, ParallelModel, Shard
 from ..runtime.collectives import world_size
 from ..runtime.devices import move
 from .additive import LossOfSums
-from .comparison import BYTES_TOGETHER, ROWS_TO_CHECK, ComparisonOfSums, ShardStatistics
+from .comparison import BYTES_TOGETHER, ROWS_TO_CHECK, ComparisonOfSums, ShardStatistics, Sums
 from .copies import Calls, ShardLoss
 from .entries import LoggedMeans, LoggedSums, places_beside_loss, places_to_log, refuse_total
 from .formula import OVER_NUMBER, Constant, Form, Formula, Statistic, SumNotes, Unknown, Value
@@ -257,7 +257,7 @@ class ComparisonOfMeans(ComparisonOfSums):
         self._model = model
         return self
 
-    def take(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
+    def take(self, statistics: Sequence[Sums], calls: Calls) -> None:
         """Compares the formulas of all shards, and takes samples as in :class:`ComparisonOfSums`."""
         self.check_names([each for each in statistics if each])
         if not any(calls.outputs.notes or ()):
@@ -296,7 +296,7 @@ class ComparisonOfMeans(ComparisonOfSums):
 
     def _run_rows(
         self, model: ParallelModel, sample: RowsOfForward, *, layers: bool
-    ) -> list[tuple[dict[Any, Tensor], int]]:
+    ) -> list[tuple[Sums, int]]:
         """Returns the sums of rows of a forward, with the number of these.
 
         The model is in evaluation mode, or its ``layers`` alone.
@@ -317,7 +317,7 @@ class ComparisonOfMeans(ComparisonOfSums):
     def _name(self, number: int, place: Any) -> str:
         return f"the {place.role} of {place.kind}"
 
-    def check_names(self, parts: Sequence[dict[Any, Tensor]]) -> None:
+    def check_names(self, parts: Sequence[Sums]) -> None:
         """Raises ``UnknownMeanError`` for sums of other formulas."""
         for part in parts:
             compare_names([*parts[0]], [*part])
