@@ -264,7 +264,6 @@ def test_bits_are_those_of_any_number_of_devices(seed):
 
 def rank_updates(rank, seeds, strategy):
     """Returns losses and gradients of some draws on one of two ranks, which may have no rows."""
-    torch.set_default_dtype(torch.float64)
     found = []
     for seed in seeds:
         draw = random.Random(seed)
@@ -289,7 +288,6 @@ def rank_updates(rank, seeds, strategy):
             parts = [len(inputs) // 2, len(inputs) - len(inputs) // 2] if len(inputs) else []
             loss = add_parts(step, parts)(inputs, targets)
         found.append((loss.detach(), whole_gradients(parameters)))
-    torch.set_default_dtype(torch.float32)
     return found
 
 
@@ -317,7 +315,6 @@ def test_ranks_are_exact(first, strategy):
 
 def penalized_updates(rank, sizes, way, strategy):
     """Returns the loss and the gradients of an update whose criterion has a penalty on a parameter of the model."""
-    torch.set_default_dtype(torch.float64)
     net, inputs, target = penalty_problem()
     criterion = penalty_of(net)
     inputs, target = (tensor.split(sizes)[rank] for tensor in (inputs, target))
@@ -327,9 +324,7 @@ def penalized_updates(rank, sizes, way, strategy):
         loss.backward()
     else:
         loss = TrainStep(model, split, sgd(net, lr=0.0), micro_batch_size=way)(inputs, target)
-    found = loss.detach(), gradients(net)
-    torch.set_default_dtype(torch.float32)
-    return found
+    return loss.detach(), gradients(net)
 
 
 def penalty_problem():
@@ -360,7 +355,6 @@ def test_a_penalty_on_the_model_counts_once_on_ranks(sizes, way):
 
 @on_ranks(2)
 def test_a_penalty_on_the_model_is_refused_by_hand_without_rows(rank):
-    torch.set_default_dtype(torch.float64)
     net, inputs, target = penalty_problem()
     model, criterion = parallelize(net, penalty_of(net), ["cpu"])
     rows = [slice(0, 7), slice(0, 0)][rank]

@@ -14,6 +14,7 @@ from helpers.plain import Plain
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -403,8 +404,7 @@ def test_blocks_that_change_on_one_rank_never_train_on_mixed_parameters(rank):
     """Runs the experts of one rank in another order in the third update. The other rank waits for its shards."""
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
     net = Experts()
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
-    step = TrainStep(model, criterion, sgd(model))
+    step = parallel_step(net, nn.CrossEntropyLoss(), strategy="fsdp")
     inputs = torch.randn(4, 4)
     targets = torch.randint(5, (4,))
     for update in range(3):

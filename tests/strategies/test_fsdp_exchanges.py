@@ -12,6 +12,7 @@ from helpers.problems import assert_same_gradients, build_net, class_targets, pl
 from helpers.ranks import run_ranks
 from helpers.releases import keeps_whole_gradients
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -169,8 +170,7 @@ def added_rows(rank, strategy, plans):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy=strategy)
-    step = TrainStep(model, criterion, sgd(model))
+    step = parallel_step(net, nn.MSELoss(), devices=["cpu"], strategy=strategy)
     losses = []
     for _ in range(2):
         for rows in plans[rank]:
