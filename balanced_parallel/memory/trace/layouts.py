@@ -267,10 +267,6 @@ class SingleDevice:
         """Ends the process group of the layout, if it has one."""
         return
 
-    def run(self, part: Shard) -> None:
-        """Runs a whole update, with its backwards and the steps of its optimizers."""
-        return
-
     def make_optimizers(self) -> list[Optimizer]:
         """Makes the optimizers of the request."""
         model = self.module if self.request.balanced else None
