@@ -6,10 +6,13 @@
     python tests/libraries/theirs/of_lightning.py pytorch-lightning
 
 With ``OURS=2`` a Trainer that chooses one CPU has ``BalancedStrategy(["cpu"] * 2)``. With ``OURS=ddp`` one that is told
-``"ddp_spawn"`` or ``"ddp_fork"`` has a ``BalancedDDPStrategy``. Tests that give a strategy object run as they are.
+``"ddp_spawn"`` or ``"ddp_fork"`` has a ``BalancedDDPStrategy``. Tests that give a strategy object run as they are. Others
+start no process, so ``--kinds ddp`` alone runs the tests that name such a strategy, of more files.
 """
 
+import inspect
 import os
+import sys
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -35,6 +38,12 @@ FILES = {
     "trainer/logging_": "eval_loop_logging logger_connector train_loop_logging",
     "trainer/optimization": "backward_calls manual_optimization multiple_optimizers optimizers",
 }
+# More files with tests that start processes.
+PROCESSES = (
+    "callbacks/test_pruning callbacks/test_spike callbacks/test_weight_averaging loggers/test_all profilers/test_profiler "
+    "plugins/test_cluster_integration serve/test_servable_module_validator trainer/test_dataloaders trainer/test_trainer "
+    "trainer/logging_/test_distributed_logging trainer/properties/test_get_model"
+)
 REASONS = {
     "automatic_optimization=False": "Several devices refuse manual optimization and compiled modules by name",
     "updates a torchmetrics.Metric": "Several devices refuse a torchmetrics.Metric that `training_step` updates by name",
@@ -76,6 +85,22 @@ def pytest_configure(config):
         change(kind)
 
 
+def pytest_collection_modifyitems(config, items):
+    """Selects tests that may start processes, if ``ONLY`` says so."""
+    if os.environ.get("ONLY") == "processes":
+        items[:] = filter(starts_processes, items)
+
+
+def starts_processes(item):
+    """Returns True if a test names such a strategy: in its parameters, or in the functions that it calls."""
+    function = inspect.unwrap(item.function)
+    functions = [function, *map(vars(item.module).get, function.__code__.co_names)]
+    texts = [inspect.getsource(each) for each in functions if inspect.isfunction(each)]
+    parameters = getattr(item, "callspec", None)
+    texts += [item.nodeid, repr(parameters and parameters.params)]
+    return any(name in "".join(texts) for name in ("ddp_spawn", "ddp_fork", "ddp_notebook"))
+
+
 def change(kind):
     """Makes Lightning choose strategies of this package."""
     choose, get = _AcceleratorConnector._choose_strategy, StrategyRegistry.get
@@ -92,4 +117,7 @@ if __name__ == "__main__":
         for folder, each in FILES.items()
         for name in each.split()
     ]
+    if sys.argv[-2:] == ["--kinds", "ddp"]:
+        os.environ["ONLY"] = "processes"
+        names += [f"tests_pytorch/{name}.py" for name in PROCESSES.split()]
     main(Suite("of_lightning", "tests", names, kinds, REASONS))
