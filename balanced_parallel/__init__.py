@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .batch.marks import Along, Rows, Whole
 from .batch.outputs import PerReplica, gather
 from .batch.rows import scatter
-from .loss.coupled import AdditiveLoss
+from .loss.additive import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
 from .loss.overlap import DiceLoss, JaccardLoss, TverskyLoss
 from .loss.rules import loss_weight

@@ -71,7 +71,7 @@ class Task:
     @property
     def cut(self) -> ByCost | None:
         """The cut of a step: rows of equal cost for each device, padded to its own longest. None for rows without padding."""
-        return ByCost(count_words, trim=1) if self.train.lengths else None
+        return ByCost(words_of_sample, collate=join) if self.train.lengths else None
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch_size: int, precision: str) -> dict[str, float]:
@@ -249,7 +249,19 @@ def split_text(text: str) -> list[list[str]]:
 
 def count_words(inputs: Tensor) -> Tensor:
     """Returns the number of words in each row."""
-    return (inputs != PADDING).sum(1)
+    return (inputs != PADDING).sum(-1)
+
+
+def words_of_sample(sample: tuple[Tensor, Tensor]) -> int:
+    """Returns the number of words in a row."""
+    return int(count_words(sample[0]))
+
+
+def join(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Returns inputs and targets of rows, without the padding that all of them have."""
+    longest = max(map(words_of_sample, samples))
+    inputs, targets = zip(*samples, strict=True)
+    return torch.stack(inputs)[:, :longest], torch.stack(targets)[:, :longest]
 
 
 def read_text(data: Path | None) -> str:

@@ -14,6 +14,7 @@ from helpers.slow import slow
 from hypothesis import settings
 
 from balanced_parallel.replicas import buckets as gradient_buckets
+from balanced_parallel.replicas.workers import end_workers
 
 settings.register_profile(
     "suite", derandomize=True, deadline=None, database=None
@@ -61,16 +62,13 @@ def nothing_left_behind():
     )  # torch sets them on the first use
     changed = {name for name in changed if not name.startswith(by_libraries)}
     assert not changed, f"the test changed the environment: {changed}"
+    end_workers()  # A program keeps them.
     left = {
-        thread
+        thread.name
         for thread in set(threading.enumerate()) - threads
         if thread.name.startswith("replica")
     }
-    if left:  # a worker ends with its models, which may be in a cycle
-        gc.collect()
-    for thread in left:
-        thread.join(5)
-        assert not thread.is_alive(), f"the test left a thread running: {thread.name}"
+    assert not left, f"the test left threads running: {left}"
     assert not dist.is_initialized(), "the test left a process group running"
     # a start that fails leaves a number, and torch goes on with meshes of another name that it has cached
     dist.distributed_c10d._world.group_count = 0

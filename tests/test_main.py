@@ -161,7 +161,8 @@ def plan(monkeypatch):
 
     def make(module, criterion, inputs, targets, **settings):
         arguments = module, criterion, inputs, targets
-        calls.last, calls.settings = arguments, settings
+        calls.last = arguments
+        calls.settings = settings
         calls.does()
         return SimpleNamespace(
             report=None,

@@ -21,7 +21,8 @@ LOOPS = "tests/migrating_loops.md"
 
 def snippets(text):
     """Returns the problem and the program of each section. The problem begins with those of the sections before."""
-    found, problem = {}, ""
+    found = {}
+    problem = ""
     for section in re.split(r"^#+ (?=[A-Z])", text, flags=re.MULTILINE):
         for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
             program = re.search(r"^[^\n]* DataParallelModel\(.*", block, re.DOTALL | re.MULTILINE)
@@ -51,7 +52,8 @@ def masked(page):
 
 
 def hidden_states(page):
-    state, losses = page.state, []
+    state = page.state
+    losses = []
     for chunk in page.chunks:
         output, state = page.net(chunk, state)
         losses.append(output.pow(2).mean())
@@ -185,7 +187,9 @@ def test_the_difference_of_the_page_keeps_loss_accuracy_and_gradients():
 @pytest.mark.usefixtures("double")
 def test_the_loop_of_a_step_trains_as_the_loop_with_accumulation():
     """The old loop is exact for micro-batches with the same number of targets."""
-    page, weights, losses = "docs/recipes/own_loop.md", [], []
+    page = "docs/recipes/own_loop.md"
+    weights = []
+    losses = []
     (difference,), (program, *_) = blocks(page, "diff"), blocks(page, "python")
     for sign in "-+":
         torch.manual_seed(0)

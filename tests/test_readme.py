@@ -234,7 +234,8 @@ def test_flags_in_commands_are_accepted(monkeypatch):
         place = next(
             i for i, word in enumerate(words) if word.endswith(".py") or word == "balanced_parallel"
         )
-        program, flags = words[place], words[place + 1 :]
+        program = words[place]
+        flags = words[place + 1 :]
         seen.append((page, program))
         if program == "balanced_parallel":
             balanced_parallel.__main__.make_parser().parse_args(flags)
@@ -354,7 +355,8 @@ def test_readme_has_the_largest_batches_of_the_best_and_of_the_worst_model():
     assert len(rows) == 4
     for place in (1, 2):  # The wrappers, and the savings, gain the most and the least for the same.
         gains = {name: numbers[place] / numbers[0] for name, numbers in rows.items()}
-        best, worst = max(gains, key=gains.get), min(gains, key=gains.get)
+        best = max(gains, key=gains.get)
+        worst = min(gains, key=gains.get)
         for name in (best, worst):
             plain, ours, most = rows[name]
             assert f"| {name} | {plain:,} rows | {ours:,} | {most:,} |" in PAGES["README.md"]

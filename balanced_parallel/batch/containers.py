@@ -149,28 +149,21 @@ _LISTS = (
 def zip_leaves(
     function: Callable[[str, list[Any]], object], nodes: Sequence[object], place: str = ""
 ) -> Any:
-    """Merges structures of the same form: each leaf of the result is ``function(place, values)`` of
-    the leaves at that place.
+    """Merges structures with the same entries: each leaf of the result is
+    ``function(place, values)`` of the leaves at that place.
     """
-    opened = [open_container(node) for node in nodes]
-    forms = [
-        container and (type(node), container.places)
-        for node, container in zip(nodes, opened, strict=True)
-    ]
-    for index, (node, form) in enumerate(zip(nodes, forms, strict=True)):
-        if form != forms[0]:
-            hint = _LISTS if type(nodes[0]) is type(node) is list else ""
+    columns = [[*leaves(node, place)] for node in nodes]
+    places, *others = [[at for at, _ in column] for column in columns]
+    for index, names in enumerate(others, 1):
+        if names != places:
+            hint = _LISTS if type(nodes[0]) is type(nodes[index]) is list else ""
             raise ValueError(
-                f"the structures differ at {place or 'the top'}: {describe(nodes[0])} in the first, {describe(node)} in "
-                f"number {index}; expected the same type with the same entries in each{hint}"
+                f"the structures differ at {place or 'the top'}: {', '.join(places)} in the first, {', '.join(names)} in "
+                f"number {index}; expected the same entries in each{hint}"
             )
-    if opened[0] is None:
-        return function(place, list(nodes))
-    columns = zip(*(container.children for container in opened if container), strict=True)
-    pairs = zip(opened[0].places, columns, strict=True)
-    return opened[0].rebuild(
-        [zip_leaves(function, list(column), place + key) for key, column in pairs]
-    )
+    values = ([leaf for _, leaf in entries] for entries in zip(*columns, strict=True))
+    merged = map(function, places, values)
+    return map_leaves(lambda _: next(merged), nodes[0])
 
 
 def tensors_in(node: object) -> list[Tensor]:

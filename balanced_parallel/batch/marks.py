@@ -293,7 +293,11 @@ def holds_tensors(value: object, depth: int) -> bool:
     if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type)) or inspect.isroutine(value):
         return False
     # The state of an object is its attributes, or also those in slots.
-    is_container = isinstance(value, (Mapping, list, tuple))
-    children: Any = value if is_container else object.__getstate__(value) or ()
-    children = children.values() if isinstance(children, Mapping) else children
-    return any(holds_tensors(child, depth - 1) for child in children)
+    state = tuple(value) if isinstance(value, tuple) else object.__getstate__(value)
+    return any(holds_tensors(leaf, depth - 1) for _, leaf in containers.leaves(state))
+
+
+def objects_in(node: object) -> list[object]:
+    """Returns the leaves that have tensors inside, such as distributions, and are none."""
+    leaves = (leaf for _, leaf in containers.leaves(node) if not isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if holds_tensors(leaf, 3)]

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.collectives import (
-    by_value,
     explain_unwatched,
     gather_objects,
     gather_rows,
@@ -77,7 +76,7 @@ class PerReplica(list[Any], containers.Leaf):
             check_dims(dim, "dim")
         super().__init__(entries)
         self.has_sizes = sizes is not None
-        self.sizes = self._sizes_of_first_tensors() if sizes is None else tuple(sizes)
+        self.sizes = self._sizes_of_first_tensors(dim) if sizes is None else tuple(sizes)
         if len(self.sizes) != len(self):
             raise ValueError(
                 f"{len(self)} entries and {len(self.sizes)} sizes, expected the rows of each entry"
@@ -106,10 +105,9 @@ class PerReplica(list[Any], containers.Leaf):
         if all(isinstance(part, cls) for part in outputs):
             first: PerReplica = outputs[0]
             return first.zip(*outputs[1:])
-        dim = 0 if dim is None else dim
-        sizes = [_rows_of(containers.first_tensor(output), dim) for output in outputs]
-        _refuse_outputs_of_one_replica(outputs, sizes)
-        return cls(outputs, sizes, dim)
+        replicas = cls(outputs, None, 0 if dim is None else dim)
+        replicas._refuse_outputs_of_one(type(outputs).__name__)
+        return replicas
 
     def check_rows(self, outputs: Sequence[Any], rows: int | None) -> None:
         """Raises ``ValueError`` if ``outputs`` are a plain list, whose rows are not those of the
@@ -134,7 +132,7 @@ class PerReplica(list[Any], containers.Leaf):
         first = f"; {containers.describe(self[0])} first" if self else ""
         return f"PerReplica({', '.join(parts)}{first})"
 
-    def _sizes_of_first_tensors(self) -> tuple[int | None, ...]:
+    def _sizes_of_first_tensors(self, dim: Dims) -> tuple[int | None, ...]:
         if isinstance(self, _PlacedOutputs):
             raise TypeError(
                 "a PerReplica was made of entries alone, as by another library that applies a function to all tensors, "
@@ -142,8 +140,23 @@ class PerReplica(list[Any], containers.Leaf):
             )
         tensors = map(containers.first_tensor, self)
         return tuple(
-            tensor.size(0) if tensor is not None and tensor.dim() else None for tensor in tensors
+            tensor.size(dim)
+            if tensor is not None and isinstance(dim, int) and -tensor.dim() <= dim < tensor.dim()
+            else None
+            for tensor in tensors
         )
+
+    def _refuse_outputs_of_one(self, kind: str) -> None:
+        """Raises ``ValueError`` for a list that may have several outputs of one replica: equal
+        rows, on one device.
+        """
+        tensors = map(containers.first_tensor, self)
+        devices = {tensor.device for tensor in tensors if tensor is not None}
+        if len(self) > 1 and None not in self.sizes and len({*self.sizes}) == len(devices) == 1:
+            raise ValueError(
+                f"the criterion was given a {kind} of {len(self)} outputs with {self.sizes[0]} rows each, all on "
+                f"{devices.pop()}: they may be those of {len(self)} replicas, or {len(self)} outputs of one replica, {_ADVICE}"
+            )
 
     def in_order(self, order: Sequence[int] | None) -> "PerReplica":
         """Sets the order of the rows: their positions in the batch.
@@ -288,13 +301,6 @@ class PerReplica(list[Any], containers.Leaf):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        if function is torch.autograd.grad:  # accepts a list of outputs
-            outputs = [
-                entry
-                for output in args[0]
-                for entry in (output if isinstance(output, cls) else [output])
-            ]
-            return function(outputs, *args[1:], **kwargs or {})
         return _refuse(f"{getattr(function, '__name__', function)}()", TypeError)
 
     def __eq__(self, other: object) -> bool:
@@ -311,27 +317,6 @@ class _PlacedOutputs(PerReplica):
     """Outputs with their rows in another dimension or order than the batch, which a copy of the
     entries alone would lose.
     """
-
-
-def _rows_of(tensor: Tensor | None, dim: Dims) -> int | None:
-    """Returns the size of a tensor in the dimension of the rows, if it has one."""
-    if tensor is None or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
-        return None
-    return tensor.size(dim)
-
-
-def _refuse_outputs_of_one_replica(outputs: Sequence[Any], sizes: Sequence[int | None]) -> None:
-    """Raises ``ValueError`` for a list that may have several outputs of one replica: equal rows, on
-    one device.
-    """
-    devices = {
-        tensor.device for tensor in map(containers.first_tensor, outputs) if tensor is not None
-    }
-    if len(outputs) > 1 and None not in sizes and len({*sizes}) == len(devices) == 1:
-        raise ValueError(
-            f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
-            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica, {_ADVICE}"
-        )
 
 
 _ADVICE = (
@@ -629,20 +614,15 @@ def _join_ranks(place: str, column: list[Any], dims: Iterator[int | None], *, pa
     dim = next(dims)
     if dim is not None and isinstance(column[0], Tensor) and column[0].dim() < 2:
         dim = 0  # numbers of the replicas are stacked
-    local_leaf, *leaves = padded(column, dim) if pads else column
-    described = [_describe_layout(leaf, dim) for leaf in leaves]
-    if len({*described}) > 1:
-        layouts = by_value(described)
-        raise ValueError(
-            f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout"
-        )
-    if isinstance(local_leaf, Tensor) and dim is not None:
-        # Each rank computes a loss of all rows.
-        return mark_loss(gather_rows(local_leaf, [leaf.size(dim) for leaf in leaves], dim))
-    if not containers.is_row_list(local_leaf):
+    local_leaf, *layouts = padded(column, dim) if pads else column
+    whole = _join(place, layouts, torch.device("meta"), dim)  # or the same error on all ranks
+    if not isinstance(whole, Tensor):
+        return whole
+    if dim is None:
         return local_leaf
-    kind: Any = type(local_leaf)
-    return kind(entry for leaf in leaves for entry in leaf)
+    sizes = [layout.size(dim) for layout in layouts]
+    # Each rank computes a loss of all rows.
+    return mark_loss(gather_rows(local_leaf.to(whole.dtype), sizes, dim))
 
 
 def _layout_of_leaf(leaf: object) -> object:
@@ -663,17 +643,10 @@ def _without_rows(leaf: object, dim: int | None, device: torch.device) -> object
     if not isinstance(leaf, Tensor):
         return None if leaf is None else type(leaf)()
     if dim is None:
-        layout = _describe_layout(leaf, dim)
         raise ValueError(
-            f"{layout} is the same in all replicas, but a rank without outputs does not have it: leave it out"
+            f"{containers.describe(leaf)} is the same in all replicas, but a rank without outputs does not have it: leave it out"
         )
     return torch.empty_like(leaf, device=device).narrow(dim if leaf.dim() > 1 else 0, 0, 0)
-
-
-def _describe_layout(leaf: object, dim: int | None) -> str:
-    if not isinstance(leaf, Tensor):
-        return type(leaf).__name__
-    return f"{leaf.dtype} {layout_of(leaf, leaf.dim() if dim is None else dim)}"
 
 
 def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -> Nested:

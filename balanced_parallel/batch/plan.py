@@ -12,6 +12,7 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
     """Returns the number of rows of each part: equal parts, or in proportion to weights.
 
     With weights, the rows that remain go to the largest remainders, to the first ones among equals.
+    The first part has one of the rows, if there are any.
 
     Example:
         >>> split_sizes(9, 4), split_sizes(9, [2, 1])
@@ -24,7 +25,12 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
     weights = [Fraction(share) for share in shares]
     exact = [rows * weight / sum(weights) for weight in weights]
     sizes = [math.floor(part) for part in exact]
-    by_remainder = sorted(range(len(sizes)), key=lambda index: sizes[index] - exact[index])
+
+    def rank(index: int) -> tuple[bool, Fraction]:
+        # The first device has the module and its buffers, so it is never without rows.
+        return index > 0 or sizes[0] > 0, sizes[index] - exact[index]
+
+    by_remainder = sorted(range(len(sizes)), key=rank)
     for index in by_remainder[: rows - sum(sizes)]:
         sizes[index] += 1
     return sizes
@@ -125,11 +131,11 @@ def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[floa
     if (
         len(weights) != devices
         or not all(0 <= weight < float("inf") for weight in weights)
-        or not sum(weights) > 0
+        or not weights[0]
     ):
         raise ValueError(
-            f"split={split!r}, expected None or one weight per device ({devices} here), none negative and not all zero, or "
-            "'memory' for a DataParallelModel"
+            f"split={split!r}, expected None or one weight per device ({devices} here), none negative and the first one "
+            "positive, as that device has the module, or 'memory' for a DataParallelModel"
         )
     return weights
 

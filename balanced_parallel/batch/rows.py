@@ -398,9 +398,6 @@ class Batch:
         """
         return earlier
 
-    def check_weight(self, weigh: Callable[..., object]) -> None:
-        """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that the plan has cut."""
-
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
         """Returns the most rows of a device in one forward, and a limit that halves them, 0 if
         nothing does.
@@ -456,7 +453,6 @@ class Cut:
         inputs: object,
         targets: object,
         mark: Mark,
-        forward: Callable[..., object],
         *,
         unit: str,
         is_strict: bool,
@@ -466,8 +462,8 @@ class Cut:
         ``mark`` returns inputs and targets with marks, and the dimensions of the rows in what has
         none.
 
-        ``forward`` is that of the module, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. A row
-        over the limit is an error if strict; otherwise it runs alone.
+        ``unit`` is that of a limit, ``"rows"`` or ``"cost"``. A row over the limit is an error if
+        strict; otherwise it runs alone.
         """
         raise NotImplementedError
 

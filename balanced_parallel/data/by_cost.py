@@ -8,11 +8,10 @@ padded to its own longest row. Neighbours run together, since they take the same
     device 0     2 rows of 90     6 rows of 30
     device 1     3 rows of 60     9 rows of 20
 
-A batch is a list of samples, of which ``collate`` makes shards, or padded tensors, which are
-trimmed.
+A batch is a list of samples, of which ``collate`` makes shards.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,16 +19,14 @@ from torch import Tensor
 
 from .. import Rows, Whole
 from ..batch import containers
-from ..batch.marks import map_marked, parameters_of, without_mark
+from ..batch.marks import map_marked
 from ..batch.plan import count_micro_batches
 from ..batch.rows import Batch, Cut, Mark, Shard, take
-from ..runtime import collectives
+from ..runtime import collectives, values
 from ..runtime.devices import pin
-from ..runtime.values import check_cost, check_number, check_type
 from .cuts import Combine, cost_of_shard, cut_by_cost, cut_to_budget
 
 Collate = Callable[[list[Any]], object]  # makes inputs and targets of samples
-Trim = int | Mapping[str, int]
 
 
 class ByCost(Cut):
@@ -37,14 +34,10 @@ class ByCost(Cut):
     carry about the same.
 
     Args:
-        cost: returns the cost of a sample, with ``collate``; otherwise the costs of all rows,
-            ``cost(inputs)``.
+        cost: returns the cost of a sample.
         collate: makes ``(inputs, targets)``, or inputs with ``"labels"``, of any list of samples,
             as in ``step(samples)``. Inputs in :class:`Whole` need not have a row for each sample:
             packed rows, batches of graphs, nested tensors.
-        trim: dimension of padded inputs and targets that is cut to the largest cost in a shard, or
-            a mapping to it from an argument of the model by name, and from ``"targets"``. ``None``
-            cuts nothing.
         combine: cost of a shard, from the costs of its rows. It must not decrease with another row.
             ``None`` is rows x longest, the size of a padded shard.
         limit: cost per device at most in one forward, in place of ``micro_batch_size``.
@@ -53,43 +46,27 @@ class ByCost(Cut):
         >>> net = torch.nn.Embedding(10, 4)
         >>> model = DataParallelModel(net, ["cpu"] * 2)
         >>> criterion = DataParallelCriterion(lambda output: output.sum(), reduction="sum")
-        >>> cut = ByCost(lambda tokens: (tokens > 0).sum(1), trim=1, limit=8)
+        >>> pad = lambda rows: (torch.nn.utils.rnn.pad_sequence(rows, True), ())
+        >>> cut = ByCost(len, collate=pad, limit=8)
         >>> step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), cut=cut)
-        >>> loss = step(torch.tensor([[1, 2, 3, 4, 5], [1, 0, 0, 0, 0], [2, 3, 0, 0, 0]]))
+        >>> loss = step([torch.arange(5), torch.arange(1), torch.arange(2)])
     """
 
+    @values.naming_arguments
     def __init__(
         self,
         cost: Callable[[Any], Any],
         *,
-        collate: Collate | None = None,
-        trim: Trim | None = None,
+        collate: Collate,
         combine: Combine | None = None,
         limit: float | None = None,
     ) -> None:
-        for name, function in {
-            "cost": cost,
-            "collate": collate or sum,
-            "combine": combine or sum,
-        }.items():
-            check_type(name, function, Callable, "a function")
-        for dim in (
-            trim.values() if isinstance(trim, Mapping) else [trim] if trim is not None else []
-        ):
-            check_number(
-                "trim",
-                dim,
-                "a dimension, or a mapping to dimensions from the names of arguments",
-                whole=True,
-            )
-        if collate is not None and trim is not None:
-            raise ValueError(
-                "collate= and trim= were given: expected collate= for lists of samples, trim= for padded batches"
-            )
-        check_cost("limit", limit)
+        values.check_type("cost", cost, Callable, "a function of a sample")
+        values.check_type("collate", collate, Callable, "a function that makes a batch of samples")
+        values.check_type("combine", combine, Callable | None, "a function")
+        values.check_cost("limit", limit)
         self.cost = cost
         self.collate = collate
-        self.trim = trim
         self.combine = combine
         self.limit = limit
 
@@ -99,44 +76,46 @@ class ByCost(Cut):
         return f"ByCost({', '.join(settings)})"
 
     def open(
-        self,
-        inputs: object,
-        targets: object,
-        mark: Mark,
-        forward: Callable[..., object],
-        *,
-        unit: str,
-        is_strict: bool,
+        self, samples: object, targets: object, mark: Mark, *, unit: str, is_strict: bool
     ) -> "CostBatch":
-        """Takes a batch apart: padded tensors, or with ``collate`` a list of samples."""
-        limit = unit, is_strict
-        if self.collate is not None:
-            return _Samples(self, self.collate, limit, inputs, targets, mark)
-        costs = _costs_of_rows(self.cost(inputs))
-        return _Padded(self, limit, costs, forward, *mark(inputs, targets))
-
-
-# The unit of a limit of a device in one forward, "rows" or "cost". True if a row over the limit is
-# an error; otherwise it runs alone.
-LimitKind = tuple[str, bool]
+        """Takes a list of samples apart."""
+        return CostBatch(self, samples, targets, mark, unit=unit, is_strict=is_strict)
 
 
 class CostBatch(Batch):
-    """A batch that is cut by cost."""
+    """A list of samples that is cut by cost. A shard is what ``collate`` makes of its samples."""
 
     pads = True
 
     def __init__(
         self,
         cut: ByCost,
-        limit: LimitKind,
-        costs: Sequence[float],
-        *batch: Any,
+        samples: object,
+        targets: object,
+        mark: Mark,
+        *,
+        unit: str,
+        is_strict: bool,
     ) -> None:
-        super().__init__(*batch)
-        self.costs = costs
-        self._unit, self._is_strict = limit
-        self._combine = cut.combine
+        if isinstance(samples, (Tensor, Mapping, str, tuple)) or not isinstance(samples, Sequence):
+            raise TypeError(
+                f"step was given {containers.describe(samples)}, expected a list of samples, of which collate= makes batches: "
+                "use DataLoader(..., collate_fn=list)"
+            )
+        inputs, of_criterion, _ = mark(Rows(samples), targets)
+        if of_criterion.inputs not in ((), (None,)):
+            raise TypeError(
+                "step was given targets beside a list of samples, expected step(samples): collate= makes the targets"
+            )
+        super().__init__(inputs)
+        self.costs = [cut.cost(sample) for sample in samples]
+        self._cut = cut
+        self._unit = unit
+        self._is_strict = is_strict
+        self._mark = mark
+        self._samples = samples
+        self._example = list(samples[:1])
+        self.has_example = bool(self._example)
 
     def plan(
         self,
@@ -172,66 +151,27 @@ class CostBatch(Batch):
         runs = [
             run for row in self._runs(devices, limit, lambda count: count) for run in row if run
         ]
-        cost = max(cost_of_shard([self.costs[row] for row in run], self._combine) for run in runs)
-        alone = cost_of_shard([max(self.costs)], self._combine)
+        cost = max(
+            cost_of_shard([self.costs[row] for row in run], self._cut.combine) for run in runs
+        )
+        alone = cost_of_shard([max(self.costs)], self._cut.combine)
         return cost, max(cost / 2, alone) if cost > alone else 0
 
     def _runs(
         self, devices: int, limit: float | None, agree: Callable[[int], int]
     ) -> list[list[list[int]]]:
         """Returns the rows of each shard of each micro-batch."""
-        costs = self.costs
-        most_rows = None
+        combine = self._cut.combine
+        most_rows = int(limit) if limit is not None and self._unit == "rows" else None
+        needed = count_micro_batches(len(self.costs), most_rows, devices)
         budget = None
-        if self._unit == "rows" or limit is None or not costs:
-            most_rows = None if limit is None or self._unit == "cost" else int(limit)
-            needed = count_micro_batches(len(costs), most_rows, devices)
-        else:
-            budget = (
-                limit if self._is_strict else max(limit, cost_of_shard([max(costs)], self._combine))
-            )
-            needed = -(-len(cut_to_budget(costs, budget, self._combine)) // devices)
+        if self.costs and limit is not None and self._unit == "cost":
+            alone = cost_of_shard([max(self.costs)], combine)
+            budget = limit if self._is_strict else max(limit, alone)
+            needed = -(-len(cut_to_budget(self.costs, budget, combine)) // devices)
         count = agree(needed)
-        runs = cut_by_cost(
-            costs,
-            devices * count,
-            self._combine,
-            most_rows=most_rows,
-            budget=budget,
-            together=devices,
-        )
+        runs = cut_by_cost(self.costs, devices * count, combine, most_rows=most_rows, budget=budget)
         return [runs[devices * place : devices * (place + 1)] or [[]] for place in range(count)]
-
-
-class _Samples(CostBatch):
-    """A list of samples. A shard is what ``collate`` makes of its samples."""
-
-    def __init__(
-        self,
-        cut: ByCost,
-        collate: Collate,
-        limit: LimitKind,
-        samples: object,
-        targets: object,
-        mark: Mark,
-    ) -> None:
-        if isinstance(samples, (Tensor, Mapping, str, tuple)) or not isinstance(samples, Sequence):
-            raise TypeError(
-                f"step was given {containers.describe(samples)}, expected a list of samples, of which collate= makes batches: "
-                "use DataLoader(..., collate_fn=list)"
-            )
-        inputs, of_criterion, _ = mark(Rows(samples), targets)
-        if of_criterion.inputs not in ((), (None,)):
-            raise TypeError(
-                "step was given targets beside a list of samples, expected step(samples): collate= makes the targets"
-            )
-        costs = [cut.cost(sample) for sample in samples]
-        super().__init__(cut, limit, costs, inputs)
-        self._collate = collate
-        self._mark = mark
-        self._samples = samples
-        self._example = list(samples[:1])
-        self.has_example = bool(self._example)
 
     def take_example(self, earlier: Sequence[object]) -> Sequence[object]:
         """Returns the first sample. A batch without samples takes the ``earlier`` one."""
@@ -242,7 +182,7 @@ class _Samples(CostBatch):
     def shard(self, part: Sequence[int], device: torch.device) -> Shard:
         """Returns what ``collate`` makes of some samples, which must have one row for each."""
         chosen = [self._samples[row] for row in part] or self._example
-        of_model, of_criterion = _inputs_and_targets(self._collate(chosen))
+        of_model, of_criterion = _inputs_and_targets(self._cut.collate(chosen))
         batch = Batch(*self._mark(of_model, of_criterion))
         target_rows = batch.target_rows
         is_joined = batch.rows is None and any(
@@ -263,132 +203,18 @@ class _Samples(CostBatch):
                 target_rows,
                 ", or a multiple of that. Targets are not in Whole(...)",
             )
-        if not part:
-            return _rows_of(batch, part, device)._replace(is_joined=is_joined)
-        return Shard(batch.inputs, batch.targets, part, target_rows, device, is_joined=is_joined)
+        if part:
+            return Shard(
+                batch.inputs, batch.targets, part, target_rows, device, is_joined=is_joined
+            )
+        inputs = take(batch.inputs, [], batch.dims[0])
+        targets = take(batch.targets, [], batch.dims[1])
+        return Shard(inputs, targets, [], 0, device, is_joined=is_joined)
 
     def _refuse(self, samples: int, name: str, rows: int | None, advice: str) -> NoReturn:
         raise ValueError(
             f"collate was given {samples} samples and returned {name} with {rows or 'no'} rows, expected one for each{advice}"
         )
-
-
-class _Padded(CostBatch):
-    """Padded tensors. A shard has some of their rows, cut to the longest of them."""
-
-    def __init__(
-        self,
-        cut: ByCost,
-        limit: LimitKind,
-        costs: Sequence[float],
-        forward: Callable[..., object],
-        *batch: Any,
-    ) -> None:
-        super().__init__(cut, limit, costs, *batch)
-        if self.rows is None or len(costs) != self.rows:
-            raise ValueError(
-                f"cost= returned {len(costs)} costs for {self.rows or 'no'} rows, expected one number for each row"
-            )
-        if self.target_rows not in (None, self.rows):
-            raise ValueError(
-                f"the targets have {self.target_rows} rows and the inputs {self.rows}, expected as many for a cut by cost"
-            )
-        # the dimension to cut of each leaf of inputs and targets
-        self._trims: list[int | None] = []
-        if cut.trim is not None:
-            self._trims, longest = _trims(self, cut.trim, forward)
-            _check_lengths(costs, longest)
-        self._whole_targets = self.counted_targets
-
-    def shard(self, part: Sequence[int], device: torch.device) -> Shard:
-        """Returns copies of some rows, cut to the longest of them."""
-        length = max((int(self.costs[row]) for row in part), default=1)
-        trims = iter(self._trims)
-
-        def shorten(leaf: object) -> object:
-            dim = next(trims, None)
-            if dim is None:
-                return leaf
-            return map_marked(
-                lambda tensor: tensor.narrow(dim, 0, min(max(length, 1), tensor.size(dim))), leaf
-            )
-
-        inputs, targets = containers.map_leaves(shorten, (self.inputs, self.targets))
-        return _rows_of(Batch(inputs, targets, self.dims), part, device)
-
-    def check_weight(self, weigh: Callable[..., Any]) -> None:
-        """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that were cut with the
-        padding.
-        """
-        whole = weigh(*self._whole_targets[0]) if self._trims else None
-        if not isinstance(whole, Tensor) or not whole.is_cpu:
-            return
-        counted = sum(float(weigh(*part) or 0) for part in self.counted_targets)
-        if counted != float(whole):
-            raise ValueError(
-                f"the criterion counts {float(whole):g} targets, but {counted:g} of them within the lengths that cost= "
-                "returned: expected padding at the end, and the ignore_index of the criterion in targets"
-            )
-
-
-def _rows_of(batch: Batch, part: Sequence[int], device: torch.device) -> Shard:
-    """Returns a shard with copies of some rows."""
-    rows = list(part)
-    inputs = take(batch.inputs, rows, batch.dims[0])
-    targets = take(batch.targets, rows, batch.dims[1])
-    return Shard(inputs, targets, rows, len(rows), device)
-
-
-def _costs_of_rows(costs: object) -> list[float]:
-    """Returns the costs of the rows of padded tensors as numbers."""
-    numbers = costs.tolist() if isinstance(costs, Tensor) else costs
-    if not isinstance(numbers, Iterable):
-        raise TypeError(
-            f"cost= returned {containers.describe(costs)}, expected one number for each row of the inputs"
-        )
-    return [*numbers]
-
-
-def _trims(
-    batch: Batch, trim: Trim, forward: Callable[..., object]
-) -> tuple[list[int | None], int | None]:
-    """Returns the dimension to cut of each leaf of inputs and targets, or None, and the padded
-    length.
-    """
-    names = [parameter.name for parameter in parameters_of(forward) or ()]
-    positional, keywords = batch.inputs
-    names += map(str, range(len(names), len(positional)))
-    values = [
-        *zip(names, positional, strict=False),
-        *keywords.items(),
-        ("targets", batch.targets),
-    ]
-    is_named = isinstance(trim, Mapping)
-    passed = [name for name, _ in values]
-    of_argument = trim if isinstance(trim, Mapping) else dict.fromkeys(passed, trim)
-    if unknown := of_argument.keys() - passed:
-        names_of_trim = ", ".join(map(str, unknown))
-        raise ValueError(
-            f"trim= names {names_of_trim}, expected some of {', '.join(passed)}, which were passed"
-        )
-    dims: list[int | None] = []
-    longest: int | None = None
-    for name, value in values:
-        dim = of_argument.get(name)
-        for _, leaf in containers.leaves(value):
-            tensor = without_mark(leaf)
-            is_padded = dim is not None and isinstance(tensor, Tensor) and tensor.dim() > dim
-            longest = tensor.size(dim) if is_padded and longest is None else longest
-            dims.append(dim if is_padded and (is_named or tensor.size(dim) == longest) else None)
-    return dims, longest
-
-
-def _check_lengths(costs: Sequence[float], length: int | None) -> None:
-    for row, cost in enumerate(costs):
-        if cost != int(cost) or length is None or cost > length:
-            raise ValueError(
-                f"the cost of row {row} is {cost}, expected a number of entries, at most {length}, to trim to"
-            )
 
 
 def _pinned(shard: Shard) -> Shard:

@@ -22,7 +22,6 @@ def cut_by_cost(
     *,
     most_rows: int | None = None,
     budget: float | None = None,
-    together: int = 1,
 ) -> list[list[int]]:
     """Splits rows into shards whose largest cost is as small as possible.
 
@@ -37,7 +36,6 @@ def cut_by_cost(
         most_rows: of a shard.
         budget: the largest cost of a shard. The number of shards suffices for it, as
             :func:`cut_to_budget` finds.
-        together: number of shards that run at the same time. The last of them may then be smaller.
 
     Example:
         >>> cut_by_cost([3, 9, 2, 3, 2, 4], 3)
@@ -56,17 +54,7 @@ def cut_by_cost(
     if shards <= 1:
         return [order] if order else []
     best = _fill_evenly(ordered, shards, combine, limit, budget)
-    full = len(best) // together * together
-    # Shards that run last need not fill the capacity, and can be more even.
-    if 0 < full < len(best) < shards:
-        rest = sorted(place for run in best[full:] for place in run)
-        last = cut_by_cost(
-            [ordered[place] for place in rest], shards - full, combine, most_rows=most_rows
-        )
-        best[full:] = [[rest[place] for place in run] for run in last]
-    else:
-        best = _use_all(best, shards, ordered, combine)
-    return [[order[place] for place in run] for run in best]
+    return [[order[place] for place in run] for run in _use_all(best, shards, ordered, combine)]
 
 
 def _fill_evenly(
@@ -170,7 +158,7 @@ def _first_fit(ordered: Sequence[float], capacity: float, limit: int) -> list[li
 def _use_all(
     runs: Sequence[Sequence[int]], shards: int, ordered: Sequence[float], combine: Combine | None
 ) -> list[Sequence[int]]:
-    """Splits the runs of the highest cost until there is one for each shard."""
+    """Halves the runs of the highest cost until there is one for each shard."""
 
     def cost(run: Sequence[int]) -> float:
         return cost_of_shard([ordered[place] for place in run], combine)
@@ -178,10 +166,7 @@ def _use_all(
     split = [*runs]
     while len(split) < shards:
         run = max((run for run in split if len(run) > 1), key=cost)
-        above = 1 + bisect.bisect_left(
-            range(1, len(run) - 1), True, key=lambda at: cost(run[:at]) >= cost(run[at:])
-        )
-        rows = min(max(above - 1, 1), above, key=lambda at: max(cost(run[:at]), cost(run[at:])))
+        half = len(run) // 2
         split.remove(run)
-        split += [run[:rows], run[rows:]]
+        split += [run[:half], run[half:]]
     return sorted(split, key=lambda run: run[0])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from ..batch.plan import equal_rows
 from ..runtime import collectives, values
@@ -143,6 +143,11 @@ class RankBatchSampler(values.SaysInstead, Sampler[list[int]]):
         """The present epoch. The first is 0."""
         return self.batches // len(self)
 
+    def __repr__(self) -> str:
+        """Returns the settings and the position."""
+        settings = {**self.state_dict(), "micro_batch_size": self.micro_batch_size}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
+
     def __len__(self) -> int:
         """Returns the number of batches of a whole epoch."""
         return -(-self.rows // self.batch_size)
@@ -158,14 +163,10 @@ class RankBatchSampler(values.SaysInstead, Sampler[list[int]]):
             )
         ranks = self.ranks
         if self._rank is None and self._ranks is None and ranks > 1:
-            settings = f"{self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
-            if self.micro_batch_size is not None:
-                settings += f", micro_batch_size={self.micro_batch_size}"
+            text = repr(self)
             if self.sampler is not None:
-                settings += f", {type(self.sampler).__name__} with order {zlib.crc32(repr(order).encode()):x}"
-            collectives.facts_of_process["the sampler's batches"] = (
-                f"{type(self).__name__} of {settings}"
-            )
+                text += f" with order {zlib.crc32(repr(order).encode()):x}"
+            collectives.facts_of_process["the sampler's batches"] = text
         for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
             if self.ranks != ranks:
                 raise RuntimeError(
@@ -317,25 +318,21 @@ def _seed_of(sampler: Any, seed: int | None) -> int:
 
     Raises ``TypeError`` for a sampler whose rows the ranks cannot draw from one seed.
     """
+    name = type(sampler).__name__
     generator = getattr(sampler, "generator", sampler)
-    if isinstance(sampler, DataLoader):
-        advice = "expected its data set or its sampler of rows; give this batch sampler to DataLoader(batch_sampler=...)"
-    elif isinstance(sampler, (BatchSampler, RankBatchSampler)):
-        advice = "which draws batches, expected its sampler of rows: they are put into batches here"
-    elif hasattr(sampler, "num_replicas"):
-        advice = "which cuts rows by rank, expected a sampler of all rows: they are cut here"
-    elif not isinstance(generator, torch.Generator | None) and not hasattr(sampler, "set_epoch"):
-        advice = (
-            "which no seed reaches, expected a sampler with a torch.Generator or None as its generator, or with set_epoch; or "
-            "the data set, in its order with seed=None and shuffled with a seed"
+    is_seeded = isinstance(generator, torch.Generator | None) or hasattr(sampler, "set_epoch")
+    if not is_seeded or isinstance(sampler, DataLoader) or hasattr(sampler, "num_replicas"):
+        raise TypeError(
+            f"a {name} was given, expected the data set, or a sampler that draws its rows one by one, for all ranks, from a "
+            "torch.Generator or None as its generator, or by set_epoch"
         )
-    elif seed is not None:
+    if seed is not None:
         return seed
-    elif isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator):
         return generator.initial_seed()
-    else:
-        advice = "and seed=None, expected an integer, from which all ranks draw"
-    raise TypeError(f"a {type(sampler).__name__} was given, {advice}")
+    raise TypeError(
+        f"a {name} and seed=None were given, expected an integer, from which all ranks draw"
+    )
 
 
 def _draw(sampler: Any, seed: int, epoch: int) -> list[Any]:

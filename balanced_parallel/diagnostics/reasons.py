@@ -5,14 +5,13 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from .. import SumOverRows
-from ..batch.containers import is_plain, tensors_in
+from ..batch.containers import tensors_in
 from ..batch.marks import Arguments
 from ..batch.rows import Batch, move_arguments
 from ..loss.entries import plain_loss
@@ -95,41 +94,16 @@ def _last_reasons(comparison: Comparison, error_of_loss: float) -> list[str]:
         return []
     if error_of_loss > limit:
         return [] if comparison.losses.kind.couples_rows else [_LOSS]
-    functions = "".join(f", as {each}" for each in _autograd_functions(comparison))
+    functions = "".join(f", as {each}" for each in _autograd_functions(plain.output))
     reason = f"a hook or an autograd function changes gradients{functions} (docs/limits.md)"
     return [f"loss and outputs equal, gradients not: {reason}"]
 
 
-def _autograd_functions(comparison: Comparison) -> list[str]:
-    """Returns the custom autograd functions of a forward, each with the module that calls it."""
-    module = copy_of(comparison.module)
-    places = dict[str, None]()
-    seen = set[torch_private.Node]()
-    calls = ["the model"]  # Modules that run, the innermost last.
-
-    def claim(value: object) -> None:
-        """Gives the new nodes behind ``value`` to the innermost module."""
-        for node in torch_private.nodes_behind(tensors_in(value), seen):
-            seen.add(node)
-            if isinstance(node, BackwardCFunction):
-                places[f"{type(node).__name__.removesuffix('Backward')} of {calls[-1]}"] = None
-
-    def begin(label: str, layer: nn.Module, inputs: object) -> None:
-        claim(inputs)
-        calls.append(label)
-
-    def end(layer: nn.Module, inputs: object, output: object) -> None:
-        claim(output)
-        calls.pop()
-
-    for name, layer in module.named_modules():
-        layer.register_forward_pre_hook(
-            partial(begin, f"{name or 'the model'} ({type(layer).__name__})")
-        )
-        layer.register_forward_hook(end)
-    inputs, kwargs = move_arguments(comparison.inputs, comparison.model.devices[0])
-    module(*inputs, **kwargs)
-    return [*places]
+def _autograd_functions(output: object) -> list[str]:
+    """Returns the names of the custom autograd functions behind an output."""
+    nodes = torch_private.nodes_behind(tensors_in(output))
+    names = [type(node).__name__ for node in nodes if isinstance(node, BackwardCFunction)]
+    return [*dict.fromkeys(name.removesuffix("Backward") for name in names)]
 
 
 def without_errors(reasons: Iterable[str]) -> list[str]:
@@ -255,30 +229,13 @@ def _registered(part: object) -> dict[str, Tensor]:
     }
 
 
-def _attributes(part: object) -> dict[str, object]:
-    """Returns plain values and tensors in attributes of a module or another object."""
-    layers = part.named_modules() if isinstance(part, nn.Module) else [("", part)]
-    return {
-        f"{name}.{key}".lstrip("."): value
-        for name, layer in layers
-        for key, value in getattr(layer, "__dict__", {}).items()
-        if is_plain(value) or isinstance(value, Tensor)
-    }
-
-
 def _written(where: str, before: object, after: object) -> Iterator[str]:
-    """Yields a reason for each state in which a module or another object differs from its copy."""
-    earlier = _attributes(before) | _registered(before)
-    for name, value in (_attributes(after) | _registered(after)).items():
-        is_flag = value is True and name not in earlier  # A replica without it sets up anew.
-        if not is_flag and not _same(earlier.get(name), value):
+    """Yields a reason for each buffer and parameter that differs from its copy."""
+    earlier = _registered(before)
+    for name, tensor in _registered(after).items():
+        value = earlier.get(name)
+        if value is None or not torch.equal(value.cpu(), tensor.cpu()):
             yield f"state written {where}: {name}; {_WRITTEN}"
-
-
-def _same(before: object, after: object) -> bool:
-    if isinstance(before, Tensor) and isinstance(after, Tensor):
-        return before.shape == after.shape and bool(torch.equal(before.cpu(), after.cpu()))
-    return type(before) is type(after) and before == after
 
 
 def errors_of_state(

@@ -59,24 +59,18 @@ class VerificationReport:
         )
 
     def __str__(self) -> str:
-        rows = self._rows()
-        width = max(len(name) for name, _, _ in rows)
-        table = [f"{name:{width}}  {error}{mark and f'  {mark}'}" for name, error, mark in rows]
-        lines = [*self._title(), f"{'':{width}}  {self._unit}", *table, *self._notes()]
-        return "\n".join(lines)
+        return "\n".join([*self._title(), self._table("plain"), *self._notes()])
 
     def _repr_html_(self) -> str:
         """Returns the report as HTML, for notebooks."""
-        columns = ["", self._unit, ""]
-        table = tabulate(self._rows(), columns, "html", disable_numparse=True)
-        parts = [f"<p>{escape(line)}</p>" for line in self._title()]
-        parts.append(table)
-        parts += [f"<p>{escape(line)}</p>" for line in self._notes()]
-        return "".join(parts)
+        title, notes = (
+            [f"<p>{escape(line)}</p>" for line in lines] for lines in (self._title(), self._notes())
+        )
+        return "".join([*title, self._table("html"), *notes])
 
-    @property
-    def _unit(self) -> str:
-        return "elements that differ" if self.compares_bits else "relative error"
+    def _table(self, style: str) -> str:
+        unit = "elements that differ" if self.compares_bits else "relative error"
+        return tabulate(self._rows(), ["", unit, ""], style, disable_numparse=True)
 
     def _title(self) -> list[str]:
         verdict = f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}"

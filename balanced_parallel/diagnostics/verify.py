@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from .. import DataParallelCriterion, DataParallelModel, TrainStep
 from ..batch.rows import Batch, as_arguments, spread
 from ..loss.copies import Criterion
-from ..loss.means import UnknownMeanError
 from ..replicas.module_tree import check_is_module
+from ..runtime import values
 from ..runtime.devices import resolve_devices
-from ..runtime.values import check_number, naming_arguments
 from .bits import DigestedProgram, Run, compare_bits
 from .reasons import errors_of_state, find_reasons, without_errors
 from .recording import (
@@ -40,7 +39,7 @@ DeviceIds = Sequence[torch.device | str | int]
 WeightSetting = Callable[..., Any] | str | None
 
 
-@naming_arguments
+@values.naming_arguments
 def verify(
     model: nn.Module,
     criterion: Criterion,
@@ -90,7 +89,8 @@ def verify(
         first difference is that of a module: its output, or the gradient that reaches it.
 
     Raises:
-        ValueError: a ``tolerance`` for bits, or a program that cannot have the same bits.
+        ValueError: a ``tolerance`` for bits, a program that cannot have the same bits, or a loss
+            that :class:`TrainStep` refuses.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()
@@ -106,7 +106,9 @@ def verify(
     """
     check_is_module(model, "model")
     if tolerance is not None:
-        check_number("tolerance", tolerance, "a number that is not negative, or None", at_least=0)
+        values.check_number(
+            "tolerance", tolerance, "a number that is not negative, or None", at_least=0
+        )
     module = model.module if isinstance(model, DataParallelModel) else model
     inner: Criterion = (
         criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
@@ -134,24 +136,16 @@ def verify(
             plain_step = make_step(alone, wrap(plain.criterion, weight=weight), plain.optimizer)
             run_plain = partial(_run_step, plain, plain_step, inputs, targets)
         run_plain = _naming_targets(inputs, batch[1])(run_plain)
-        settings = {"optimizer": split.optimizer, "micro_batch_size": micro_batch_size}
-        make_split = partial(make_step, wrapped, **settings)
-        step = make_split(wrap(split.criterion, weight=weight))
+        criterion_of_all = wrap(split.criterion, weight=weight)
+        step = make_step(
+            wrapped, criterion_of_all, split.optimizer, micro_batch_size=micro_batch_size
+        )
         errors = {"": 0.0}
-        refusal = ""
         number = 0
         while number < 2 and max(errors.values()) <= limit:
             number += 1
             loss = run_plain()
-            try:
-                split_loss = _run_step(split, step, inputs, targets)
-            except (UnknownMeanError, TypeError) as error:  # The report has it, or a reason.
-                if step.criterion.kind.knows_divisor:
-                    raise
-                refusal = str(error)
-                weight = "rows"
-                step = make_split(wrap(split.criterion, weight=weight))
-                split_loss = _run_step(split, step, inputs, targets)
+            split_loss = _run_step(split, step, inputs, targets)
             errors = {"": relative_error(split_loss, loss), **_errors_of_gradients(plain, split)}
         losses = wrap(copy_of(inner), weight=weight)
         comparison = Comparison(module, plain, split, wrapped, losses, *batch, limit)
@@ -162,7 +156,7 @@ def verify(
         if max(errors.values()) > limit:
             difference = first_difference(plain.calls[0], split.calls, wrapped.dim, limit)
         else:
-            hidden = [refusal, *without_errors(weight_in_parts(comparison))]
+            hidden += without_errors(weight_in_parts(comparison))
             if len(split.calls) == 1:
                 hidden.append(_WHOLE)
     return VerificationReport(
@@ -177,7 +171,7 @@ def verify(
         reasons=tuple(reasons),
         step=number,
         state_errors=state,
-        warnings=tuple(filter(None, hidden)),
+        warnings=tuple(hidden),
     )
 
 

@@ -25,7 +25,7 @@ from .. import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep
 from ..batch.outputs import detach_outputs, join
 from ..batch.rows import count_rows, move_leaves, take
 from ..loss.copies import ShardLoss
-from ..loss.means import UnknownMeanError
+from ..loss.names import UnknownMeanError
 from ..optim.balanced import refuse_closures
 from ..replicas.module_tree import ModuleTree
 from ..replicas.replicas import copy_buffers

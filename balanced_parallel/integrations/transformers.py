@@ -34,7 +34,7 @@ from transformers.trainer_pt_utils import nested_concat
 from .. import DataParallelCriterion, DataParallelModel, PerReplica, Precision, Rows, Whole
 from ..batch.rows import move_leaves, take
 from ..loss.inside import ForwardNotes
-from ..loss.means import UnknownMeanError
+from ..loss.names import UnknownMeanError
 from ..runtime.collectives import gather_objects, gather_rows
 from ..runtime.devices import DeviceLike, resolve_devices
 from ..strategies.ddp import DistributedModel

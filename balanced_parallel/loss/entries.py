@@ -159,7 +159,8 @@ def _merge(name: str, values: list[MeanNumbers | LoggedSums | None]) -> float:
     if None in values:
         raise ValueError(
             f"the value {name!r} beside the loss is not a function of sums over the rows, so that of the whole batch is unknown, "
-            "expected sums and means over the rows; or compute it of the outputs: step(..., return_outputs=True)"
+            "expected sums and means over the rows, as tensors without .item(); or compute it of the outputs: "
+            "step(..., return_outputs=True)"
         )
     functions = [value for value in values if isinstance(value, LoggedSums)]
     if functions:

@@ -169,6 +169,7 @@ class Formula:
         outside: parameters that the criterion does not have itself, by their places.
         logged: the entries that are values to log.
         lengths: the elements of a row in each tensor of the shard, None without rows.
+        has_read: True if numbers of Python may be values of the shard.
     """
 
     result: Any
@@ -179,6 +180,7 @@ class Formula:
     outside: dict[int, Tensor]
     logged: set[str]
     lengths: Sequence[float | None]
+    has_read: bool
 
     def __getstate__(self) -> dict[str, object]:
         """Returns what another rank gets: parameters outside of the criterion stay on this one."""
@@ -375,6 +377,7 @@ class SumNotes(TorchFunctionMode):
         super().__init__()
         self.statistics: list[Statistic] = []
         self.has_unknown_count = False
+        self._is_blind = False
         self._compared: set[int] = set()  # Python has compared these sums, as min() does.
         self._operations: list[Operation] = []
         self._outside: dict[int, Tensor] = {}
@@ -383,6 +386,7 @@ class SumNotes(TorchFunctionMode):
         self._numbers = itertools.count()
         self._has_graph = True
         self._knows_numbers = True  # No value of the batch is a Python number.
+        self._has_read = False  # Some are, or the loss is.
         self._held: list[Tensor] = []  # The storages identify counts.
         self._rows: int | None = None
         self._has_entries = False  # Values of the batch are lists with an entry for each row.
@@ -394,8 +398,12 @@ class SumNotes(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def of_batch(self, values: object, rows: int | None) -> Self:
-        """Tells the values of a batch, whose lists may have an entry for each of the rows."""
+    def of_batch(self, values: object, rows: int | None, *, is_blind: bool = False) -> Self:
+        """Tells the values of a batch, whose lists may have an entry for each of the rows.
+
+        With ``is_blind``, tensors without a graph may have one in the next pass.
+        """
+        self._is_blind = is_blind
         self._rows = rows
         self._has_entries = self._has_entries or _has_entries(values, rows)
         self._knows_numbers &= not self._has_entries
@@ -634,6 +642,7 @@ class SumNotes(TorchFunctionMode):
             self._knows_numbers &= not self._of(call.tensors[0]).is_element
         if call.name in _READS and call.tensors:
             facts = self._of(call.tensors[0])
+            self._has_read = self._has_read or bool(facts.level)
             is_count = facts.is_target or facts.form.kind in ("sum", "bounded")
             # A loss may be read to print it.
             self._knows_numbers &= not facts.level or (facts.level == _OF_SUMS and not is_count)
@@ -704,13 +713,14 @@ class SumNotes(TorchFunctionMode):
         """Notes a statistic. Returns its place."""
         number = next(self._numbers)
         learns = isinstance(value, Tensor) and value.is_floating_point()
-        learns = learns and (value.requires_grad or (may_learn and not self._has_graph))
+        is_unseen = self._is_blind or not self._has_graph
+        learns = learns and (value.requires_grad or (may_learn and is_unseen))
         self.statistics.append(Statistic(kind, value, number, key, learns=learns))
         return number
 
     def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:
         """Notes an undivided sum over the rows."""
-        number = self._add(kind, total)
+        number = self._add(kind, total, may_learn=not is_target)
         form = _SUM._replace(place=number)
         self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
 
@@ -862,6 +872,7 @@ class SumNotes(TorchFunctionMode):
             {number: each for number, each in self._outside.items() if number in places},
             logged,
             lengths,
+            self._has_read,
         )
         return formula, statistics
 

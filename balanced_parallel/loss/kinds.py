@@ -29,19 +29,21 @@ from ..batch.marks import parameters_of
 from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, ParallelModel, move_leaves, spread
 from ..runtime.collectives import gather_objects, world_size
+from .additive import AdditiveLoss, LossOfSums
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
-from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
+from .coupled import CoupledLoss, WholeLoss
 from .entries import add_means
 from .inside import ForwardNotes, note_again
 from .means import (
-    ChangedLossError,
+    ComparisonOfMeans,
     LossOfMeans,
     divide_by,
     note_sums,
     single_mean,
-    sizes_of,
+    statistics_of,
     sums_of_update,
 )
+from .names import ChangedLossError, compare_names, sizes_of
 from .rules import (
     counts_classes,
     find_torch_loss,
@@ -301,6 +303,13 @@ class KnownMean(_Mean):
             return self
         return dataclasses.replace(self, weight=sum(counts, 0.0), is_counted=True)
 
+    def _parts(self, calls: Calls) -> list[Any]:
+        parts = calls.run(self._part)
+        names = [[*part.terms] for part in parts if part.terms]
+        for each in names[1:]:
+            compare_names(names[0], each)
+        return parts
+
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
         return calls.run(self._part)
@@ -465,15 +474,12 @@ class OneCount(MeansInside):
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
         parts = calls.run(functools.partial(single_mean, least=self.least))
-        loss = LossOfMeans(calls.copies, _HOST)
+        comparison = ComparisonOfMeans(calls.copies, _HOST, statistics_of)
         if world_size() == 1:  # Other ranks do not compare now.
-            loss.of_model(calls.outputs.model_of())
-        loss.check([part.terms or {} for part in parts], calls)
-        checks = calls.copies.checks
-        if checks is not None:
-            rows = sum(shard.target_rows for shard in calls.shards)
-            samples = checks.take(loss.samples, of_one_row=rows == 1)
-            loss.compare(samples, parts[0].total.device)
+            comparison.of_model(calls.outputs.model_of())
+        comparison.take([part.terms or {} for part in parts], calls)
+        rows = sum(shard.target_rows for shard in calls.shards)
+        comparison.compare_alone(parts[0].total.device, of_one_row=rows == 1)
         return parts
 
     def sums_of_only(self, calls: Calls) -> list[LossSum]:

@@ -11,57 +11,26 @@ criterion, so that of other rows has to be the same.
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from ..batch import containers
+from ..batch.marks import objects_in
 from ..batch.rows import NOTHING, ParallelModel, Shard
 from ..runtime.collectives import world_size
 from ..runtime.devices import move
+from .additive import LossOfSums
+from .comparison import BYTES_TOGETHER, ROWS_TO_CHECK, ComparisonOfSums, ShardStatistics, Sums
 from .copies import Calls, ShardLoss
-from .coupled import BYTES_TOGETHER, ROWS_TO_CHECK, LossOfSums, ShardStatistics
-from .entries import LoggedMeans, LoggedSums, places_to_log, refuse_total
-from .formula import OVER_NUMBER, Form, Formula, Statistic, SumNotes, Unknown, Value, lengths_of
+from .entries import LoggedMeans, LoggedSums, places_beside_loss, places_to_log, refuse_total
+from .formula import OVER_NUMBER, Constant, Form, Formula, Statistic, SumNotes, Unknown, Value
 from .inside import RowsOfForward, evaluating, run_rows, take_rows
-from .rules import find_torch_loss, refuse_coupled, unwrap
+from .names import ALWAYS, MASKED, ChangedLossError, SumName, UnknownMeanError, compare_names
+from .rules import refuse_coupled, unwrap
 from .sums import LossSum, add_up, weighted_sum, widen
-
-
-class UnknownMeanError(ValueError):
-    """A criterion is not a function of sums over the rows.
-
-    Its text is ``what`` it is, and ``advice``.
-    """
-
-    def __init__(self, what: str, advice: str) -> None:
-        super().__init__(what, advice)
-        self.what = what
-
-    def __str__(self) -> str:
-        return "".join(self.args)
-
-
-class ChangedLossError(UnknownMeanError):
-    """A criterion was a linear combination of sums over one count, and is another function now."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SumName:
-    """The name of a statistic, equal in all shards.
-
-    ``per_row`` and ``lengths`` are those of :class:`Statistic` and :class:`Formula`.
-    """
-
-    number: int
-    role: str  # "total" or "count"
-    kind: str  # the function that computes it
-    text: str  # the losses
-    per_row: float | None = dataclasses.field(default=None, compare=False)
-    lengths: Sequence[float | None] = dataclasses.field(default=(), compare=False)
 
 
 class Noted(NamedTuple):
@@ -89,7 +58,7 @@ class Noted(NamedTuple):
         return [add_up([value], device) for value in values]
 
 
-def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
+def note_sums(shard: ShardLoss, *, is_split: bool = True, is_blind: bool = False) -> Noted:
     """Calls a criterion, and notes the sums that its result is computed of.
 
     Raises:
@@ -100,7 +69,7 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     criterion, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
     targets = shard.targets, shard.kwargs
     notes: SumNotes = shard.notes or SumNotes()
-    notes.of_batch((shard.output, *targets), shard.rows).of_targets(targets)
+    notes.of_batch((shard.output, *targets), shard.rows, is_blind=is_blind).of_targets(targets)
     notes.of_constants((arguments, settings))
     if isinstance(criterion, nn.Module):
         notes.of_constants([*criterion.buffers()]).of_criterion(criterion.parameters())
@@ -152,7 +121,7 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
         raise ChangedLossError(
             f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the batches before: "
             f"{formula.text_of(formula.losses)}",
-            f"; {_ALWAYS}, a function (output, *targets) -> scalar; or make another TrainStep where the loss changes",
+            f"; {ALWAYS}, a function (output, *targets) -> scalar; or make another TrainStep where the loss changes",
         )
     devices = (each.value.device for each in noted.statistics if isinstance(each.value, Tensor))
     sums = noted.tensors(next(devices))
@@ -167,9 +136,11 @@ def _values_of(noted: Noted, sums: Sequence[Tensor]) -> LoggedMeans:
     detached = {each.number: total.detach() for each, total in pairs}
     logged: dict[str, LoggedSums | None] = {}
     for place, leaf in noted.formula.entries.items():
-        if place not in noted.formula.logged or isinstance(leaf, (int, float, type(None))):
+        if place not in noted.formula.logged or leaf is None:
             continue
-        entry = None if isinstance(leaf, Unknown) else noted.formula.entry(place)
+        if isinstance(leaf, (int, float)) and not noted.formula.has_read:
+            continue
+        entry = noted.formula.entry(place) if isinstance(leaf, (Value, Constant)) else None
         logged[place] = None
         if entry is not None:
             totals = [detached[each.number] for each in entry.inputs]
@@ -204,7 +175,7 @@ def _sum_of(noted: Noted, mean: Form, sums: Sequence[Tensor], shard: ShardLoss) 
 def _with_graph(tensor: Tensor) -> Tensor:
     """Returns a copy with a graph of its own, which a criterion may write to."""
     leaf = tensor.detach()
-    return leaf.requires_grad_().clone() if leaf.is_floating_point() else leaf
+    return leaf.requires_grad_().clone() if leaf.is_floating_point() or leaf.is_complex() else leaf
 
 
 def _refuse_totals(result: object, formula: Formula) -> None:
@@ -247,6 +218,121 @@ def _refuse_unknown(
     )
 
 
+def statistics_of(
+    shard: ShardLoss, *, is_split: bool = True, has_graph: bool = False, with_numbers: bool = False
+) -> ShardStatistics:
+    """Returns the sums of a shard, whose output has a graph or needs one.
+
+    Losses have a graph, and values to log have none.
+    """
+    nothing = shard.nothing()
+    if not shard.rows:
+        return ShardStatistics({}, None, nothing)
+    if has_graph or shard.notes is not None:
+        noted = note_sums(shard, is_split=is_split)
+    else:
+        with torch.enable_grad():
+            output = containers.map_tensors(_with_graph, shard.output)
+            objects = objects_in(output)
+            shard = shard._replace(output=output)
+            noted = note_sums(shard, is_split=is_split, is_blind=bool(objects))
+        if objects and len(noted.formula.entries) > 1 and not places_beside_loss(noted.result):
+            raise ValueError(
+                f"the output has {containers.describe(objects[0])}, whose gradient two passes do not see, and the criterion "
+                "returned several values, expected the loss in an entry 'loss', and values to log in the others"
+            )
+    names = noted.names(with_numbers=with_numbers)
+    tensors = dict(zip(names, noted.tensors(nothing.device), strict=True))
+    return ShardStatistics(tensors, noted.formula, nothing)
+
+
+class ComparisonOfMeans(ComparisonOfSums):
+    """Compares sums that are noted, also in the forward of a model, and the formulas of all shards."""
+
+    _model: ParallelModel | None = None
+    _is_of_model = False  # The model computes the loss.
+
+    def of_model(self, model: ParallelModel | None) -> Self:
+        """Tells the model, which may compute the loss. Without it, its rows are not compared."""
+        self._model = model
+        return self
+
+    def take(self, statistics: Sequence[Sums], calls: Calls) -> None:
+        """Compares the formulas of all shards, and takes samples as in :class:`ComparisonOfSums`."""
+        self.check_names([each for each in statistics if each])
+        if not any(calls.outputs.notes or ()):
+            super().take(statistics, calls)
+        elif not self.samples and self._is_due(statistics):
+            rows = take_rows(calls.outputs)
+            self.samples += [] if rows is None else [rows]
+
+    def _compare(self, samples: Sequence[Any], device: torch.device) -> None:
+        of_forward = [sample for sample in samples if isinstance(sample, RowsOfForward)]
+        if not of_forward:
+            super()._compare(samples, device)
+        elif self._model is not None:
+            self._is_of_model = True
+            self._compare_rows(self._model, of_forward[0])
+
+    def _compare_rows(self, model: ParallelModel, sample: RowsOfForward) -> None:
+        """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
+        computed there.
+        """
+        run = functools.partial(self._run_rows, model, sample, layers=False)
+        try:
+            *parts, whole = run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - detectors have no loss in evaluation mode
+            run = functools.partial(self._run_rows, model, sample, layers=True)
+            try:
+                *parts, whole = run()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - it may raise anything
+                self._refuse(f"a row alone raises {type(error).__name__}: {error}", error)
+        sums = [whole[0], *(part[0] for part in parts)]
+        self.compare_sums(sums, lambda: [run()[-1][0]], whole[1] // 2)
+
+    def _run_rows(
+        self, model: ParallelModel, sample: RowsOfForward, *, layers: bool
+    ) -> list[tuple[Sums, int]]:
+        """Returns the sums of rows of a forward, with the number of these.
+
+        The model is in evaluation mode, or its ``layers`` alone.
+        """
+        parts = []
+        with evaluating(model.module, layers=layers):
+            for outputs, targets in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
+                rows = outputs.sizes[0] or 0
+                shard = Shard(NOTHING, targets, None, rows, self.home)
+                (part,) = Calls(self.copies, outputs, [shard]).run(self._statistics)
+                parts.append((part.tensors, rows))
+        return parts
+
+    def _kind(self, place: Any) -> Hashable:
+        kind: str = place.kind
+        return kind
+
+    def _name(self, number: int, place: Any) -> str:
+        return f"the {place.role} of {place.kind}"
+
+    def check_names(self, parts: Sequence[Sums]) -> None:
+        """Raises ``UnknownMeanError`` for sums of other formulas."""
+        for part in parts:
+            compare_names([*parts[0]], [*part])
+
+    def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        refuse_coupled(self.copies.criterion)
+        is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
+        of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
+        advice = _COUNTS if is_of_number else of_rows
+        raise UnknownMeanError(
+            f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}",
+            advice,
+        ) from cause
+
+
 class LossOfMeans(LossOfSums):
     """The loss of an update that is a function of sums over its rows.
 
@@ -254,9 +340,14 @@ class LossOfMeans(LossOfSums):
     :func:`single_mean` computes the loss in one pass.
     """
 
+    comparison: ComparisonOfMeans
     _is_first_pass = False
     _is_by_hand = False
-    _is_of_model = False  # The model computes the loss.
+
+    def of_model(self, model: ParallelModel | None) -> Self:
+        """Tells the model, which may compute the loss."""
+        self.comparison.of_model(model)
+        return self
 
     def collect(self, calls: Calls) -> list[Any]:
         """Adds the statistics of a micro-batch in the first pass."""
@@ -316,12 +407,19 @@ class LossOfMeans(LossOfSums):
             UnknownMeanError: the model has operations on sums without a graph, which the first of
                 two passes does not show: it has no graph at all.
         """
-        for part in parts:
-            if part.structure is not None and part.structure.graphs != self.formula.graphs:
+        for formula in filter(None, [part.structure for part in parts]):
+            if formula.graphs != self.formula.graphs:
                 raise UnknownMeanError(
                     f"the loss of {containers.describe(self.copies.criterion)} has operations on sums in a torch.no_grad() block "
                     "in the model's forward, which two passes do not see",
                     ", expected sum.detach() in place of the block, or in a criterion of the outputs",
+                )
+            pairs = zip(self.formula.inputs, formula.inputs, strict=True)
+            if any(each.learns and not first.learns for first, each in pairs):
+                raise UnknownMeanError(
+                    f"a sum of {containers.describe(self.copies.criterion)} has a gradient, which it had not in the first of two "
+                    "passes",
+                    ", expected losses of the tensors of the output, in lists, mappings and dataclasses",
                 )
         losses = super().hand_back_parts(parts)
         if self._structure is not None and self._is_empty:
@@ -349,7 +447,8 @@ class LossOfMeans(LossOfSums):
         for place, leaf in containers.leaves(result):
             if place not in self.formula.logged:
                 continue
-            if isinstance(leaf, Unknown):
+            is_number = isinstance(leaf, (int, float)) and self.formula.has_read
+            if is_number or isinstance(leaf, Unknown):
                 logged[place] = None
             elif isinstance(leaf, Tensor):
                 logged[place] = LossSum(weighted_sum(leaf, 1).detach(), 1.0)
@@ -376,19 +475,18 @@ class LossOfMeans(LossOfSums):
         return containers.map_leaves(move_leaf, result)
 
     def _statistics(self, shard: ShardLoss) -> ShardStatistics:
-        nothing = shard.nothing()
-        if not shard.rows:
-            return ShardStatistics({}, None, nothing)
-        if self._is_first_pass and shard.notes is None:
-            # Losses have a graph, and values to log have none.
-            with torch.enable_grad():
-                output = containers.map_tensors(_with_graph, shard.output)
-                noted = note_sums(shard._replace(output=output))
-        else:
-            noted = note_sums(shard, is_split=self.is_split)
-        names = noted.names(with_numbers=self._is_by_hand)
-        tensors = dict(zip(names, noted.tensors(nothing.device), strict=True))
-        return ShardStatistics(tensors, noted.formula, nothing)
+        return statistics_of(
+            shard,
+            is_split=self.is_split,
+            has_graph=not self._is_first_pass,
+            with_numbers=self._is_by_hand,
+        )
+
+    def _comparison(self) -> ComparisonOfMeans:
+        def statistics(shard: ShardLoss) -> ShardStatistics:
+            return statistics_of(shard, has_graph=False, with_numbers=self._is_by_hand)
+
+        return ComparisonOfMeans(self.copies, self.home, statistics)
 
     def _finish(self) -> Any:
         result = self.formula.compute(self._sums(), self.copies.parameters)
@@ -397,81 +495,6 @@ class LossOfMeans(LossOfSums):
             return leaf.reshape(()) if isinstance(leaf, Tensor) else leaf
 
         return containers.map_leaves(as_scalar, result)
-
-    def check(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
-        """Compares the formulas of all shards too."""
-        self._check_shapes([each for each in statistics if each])
-        if not any(calls.outputs.notes or ()):
-            super().check(statistics, calls)
-        elif not self.samples and self._is_due(statistics):
-            rows = take_rows(calls.outputs)
-            self.samples += [] if rows is None else [rows]
-
-    def compare(self, samples: Sequence[object], device: torch.device) -> None:
-        """Compares sums of shards as in :class:`LossOfSums`, and those of rows of a forward."""
-        of_forward = [sample for sample in samples if isinstance(sample, RowsOfForward)]
-        if not of_forward:
-            super().compare(samples, device)
-        elif self._model is not None:
-            self._is_of_model = True
-            self._compare_rows(self._model, of_forward[0])
-
-    def _compare_rows(self, model: ParallelModel, sample: RowsOfForward) -> None:
-        """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
-        computed there.
-        """
-        run = functools.partial(self._run_rows, model, sample, layers=False)
-        try:
-            *parts, whole = run()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # noqa: BLE001 - detectors have no loss in evaluation mode
-            run = functools.partial(self._run_rows, model, sample, layers=True)
-            try:
-                *parts, whole = run()
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - it may raise anything
-                self._refuse(f"a row alone raises {type(error).__name__}: {error}", error)
-        sums = [whole[0], *(part[0] for part in parts)]
-        self.compare_sums(sums, lambda: [run()[-1][0]], whole[1] // 2)
-
-    def _run_rows(
-        self, model: ParallelModel, sample: RowsOfForward, *, layers: bool
-    ) -> list[tuple[dict[Any, Tensor], int]]:
-        """Returns the sums of rows of a forward, with the number of these.
-
-        The model is in evaluation mode, or its ``layers`` alone.
-        """
-        parts = []
-        with evaluating(model.module, layers=layers):
-            for outputs, targets in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
-                rows = outputs.sizes[0] or 0
-                shard = Shard(NOTHING, targets, None, rows, self.home)
-                (part,) = Calls(self.copies, outputs, [shard]).run(self._statistics)
-                parts.append((part.tensors, rows))
-        return parts
-
-    def _kind(self, place: Any) -> Hashable:
-        kind: str = place.kind
-        return kind
-
-    def _name(self, number: int, place: Any) -> str:
-        return f"the {place.role} of {place.kind}"
-
-    def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
-        for part in parts:
-            compare_names([*parts[0]], [*part])
-
-    def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
-        refuse_coupled(self.copies.criterion)
-        is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
-        of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
-        advice = _COUNTS if is_of_number else of_rows
-        raise UnknownMeanError(
-            f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}",
-            advice,
-        ) from cause
 
 
 def divide_by(divisors: Sequence[float]) -> Callable[[LossSum | None], LossSum | None]:
@@ -502,52 +525,6 @@ def sums_of_update(calls: Calls) -> list[LossSum]:
     ]
 
 
-def sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:
-    """Returns a name for the sum of a shard, which tells its elements a row if that is its weight."""
-    name = str(getattr(find_torch_loss(shard.criterion), "__name__", "a loss"))
-    is_size = isinstance(weight, Tensor) and weight.is_cpu and not weight.is_floating_point()
-    shapes = [each.shape for each in containers.tensors_in((shard.output, shard.targets))]
-    sizes = int(weight) / shard.rows if is_size else None, lengths_of(shapes, shard.rows)
-    return {SumName(0, "count", name, name, *sizes): None}
-
-
-def digest_names(names: Sequence[SumName]) -> list[float]:
-    """Returns 1, a number of 20 bits for the names of the sums of a shard, and its square.
-
-    Ranks whose sums are equal have one number.
-    """
-    facts = names[0].text, *[each.lengths and each.per_row for each in names]
-    number = zlib.crc32(repr(facts).encode()) % 2**20
-    return [1.0, float(number), float(number * number)]
-
-
-def compare_names(first: Sequence[SumName], other: Sequence[SumName]) -> None:
-    """Raises ``UnknownMeanError`` for a criterion that computes other formulas for other rows, or a
-    mean over other numbers of elements for each row.
-    """
-    if first != other:
-        texts = [names[0].text if names else "" for names in (first, other)]
-        raise UnknownMeanError(
-            f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others",
-            f"; {_ALWAYS}",
-        )
-    for name, match in zip(first, other, strict=True):
-        pairs = zip(name.lengths, match.lengths, strict=False)
-        are_longer = any(None not in pair and pair[0] != pair[1] for pair in pairs)
-        counts = name.per_row, match.per_row
-        if are_longer and None not in counts and counts[0] != counts[1]:
-            raise UnknownMeanError(
-                f"the criterion computes {name.kind} over {name.per_row:g} elements for each of some rows, and over "
-                f"{match.per_row:g} for each of others, as if each shard pads to its own longest row",
-                f", expected the same for all rows: write {_MASKED}",
-            )
-
-
-_MASKED = "(errors * mask).sum() / mask.sum()"
-_ALWAYS = (
-    "expected the same means times the same numbers for all rows: compute each always, log no number of rows, or give "
-    "weight="
-)
 _COUNTS = (
     ", expected a number that follows from the sizes of the rows, as len(errors) does: for a count of some rows, divide by a "
     "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
@@ -561,5 +538,5 @@ _DEPENDENT_IN_MODEL = (
 _DEPENDENT = (
     ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "
     "AdditiveLoss(statistics, finish) for tensors of sums; weight=, a function (output, *targets) -> scalar, for a mean; "
-    f"weight='rows' for a mean over rows; or, if each shard pads to its own longest row, write {_MASKED}"
+    f"weight='rows' for a mean over rows; or, if each shard pads to its own longest row, write {MASKED}"
 )

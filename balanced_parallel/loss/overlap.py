@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.values import check_number
-from .coupled import AdditiveLoss
+from .additive import AdditiveLoss
 from .sums import widen
 
 

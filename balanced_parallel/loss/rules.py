@@ -140,8 +140,10 @@ def _rows(*, input: Tensor, **_: object) -> Tensor:
     return _count(input.shape[:-1].numel())
 
 
-def _pairs(*, target: Tensor, **_: object) -> Tensor:
-    return _count(target.numel())
+def _pairs(*, input1: Tensor, input2: Tensor, target: Tensor, **_: object) -> Tensor:
+    """Number of pairs. One target may be that of all."""
+    shapes = input1.shape[:-1], input2.shape[:-1], target.shape
+    return _count(torch.Size(torch.broadcast_shapes(*shapes)).numel())
 
 
 def _ranking(*, input1: Tensor, input2: Tensor, target: Tensor, **_: object) -> Tensor:
@@ -277,7 +279,7 @@ for _loss in _LOSSES:
 
 @loss_weight.register(nn.AdaptiveLogSoftmaxWithLoss)
 def _weigh_adaptive(criterion: Any, output: object, *targets: Any) -> Tensor:
-    return _pairs(target=targets[0])
+    return _count(targets[0].numel())
 
 
 FUNCTIONS = types.FunctionType, types.BuiltinFunctionType

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
+from .additive import AdditiveLoss
 from .copies import ShardLoss
-from .coupled import AdditiveLoss
 from .rules import find_torch_loss, reduction_of
 from .sums import MINIMUM, is_structure, map_weights
 

@@ -227,7 +227,7 @@ class MemoryPlan:
             criterion,
             trained,
             max_grad_norm=max_grad_norm,
-            surround=savings.surround,
+            surround=savings.around_update,
             **_step_settings(chosen),
         )
         return model, criterion, trained, step

@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -125,19 +125,20 @@ class BalancedOptimizer(torch.optim.Optimizer):
         shard: str | None = None,
         **defaults: object,
     ) -> None:
-        _check_class(optimizer_class)
+        if not (
+            isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+        ):
+            raise TypeError(
+                f"the optimizer is an object of type {type(optimizer_class).__name__}, expected a class of optimizers, and its "
+                "settings: BalancedOptimizer(model, torch.optim.AdamW, lr=...)"
+            )
+        refuse_closures(optimizer_class, "BalancedOptimizer")
         if shard not in (None, "elements", "parameters"):
             raise ValueError(f"shard={shard!r}, expected 'elements', 'parameters' or None")
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"the model is an object of type {type(model).__name__}, expected a DataParallelModel"
-            )
-        groups = _as_groups(model.parameters() if params is None else params)
-        if not any(group["params"] for group in groups):
-            raise ValueError(
-                "BalancedOptimizer got an empty parameter list, expected parameters to update"
-            )
-        self._model = model
+        check_type("model", model, nn.Module, "a DataParallelModel, or what parallelize returns")
+        params = model.parameters() if params is None else params
+        check_type("params", params, Iterable, "parameters, or param groups")
+        groups = _ParamGroups(params, {}).param_groups
         self._is_ready = False
         self.recipe = Recipe(optimizer_class, groups, defaults)
         self.shard = shard
@@ -147,9 +148,14 @@ class BalancedOptimizer(torch.optim.Optimizer):
         self.register_state_dict_post_hook(_whole_state, prepend=True)
         self._is_ready = True
 
-    def __reduce__(self) -> tuple[Callable[..., "BalancedOptimizer"], tuple[object, ...]]:
-        """Makes a copy that belongs to the copy of the model. Under torchrun every rank makes one."""
-        return _rebuild, (self._model, self.recipe, self.shard, self.state_dict())
+    def __reduce__(self) -> NoReturn:
+        """Raises ``TypeError``: a copy would have the parameters of this model, and none of its
+        hooks.
+        """
+        raise TypeError(
+            "a BalancedOptimizer was copied or pickled, expected its state_dict(): copy the model, and load the state into a "
+            "BalancedOptimizer of the copy"
+        )
 
     @property
     def param_groups(self) -> Groups:
@@ -252,44 +258,8 @@ def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> "_ReplicaShar
     return _ParameterRanks(recipe)
 
 
-def _rebuild(
-    model: nn.Module, recipe: Recipe, shard: str | None, state: StateDict
-) -> BalancedOptimizer:
-    optimizer = BalancedOptimizer(
-        model, recipe.optimizer_class, recipe.groups, shard, **recipe.defaults
-    )
-    optimizer.load_state_dict(state)  # a new optimizer has no hooks
-    return optimizer
-
-
-def _check_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    if isinstance(optimizer_class, torch.optim.Optimizer):
-        name = type(optimizer_class).__name__
-        raise TypeError(
-            f"an instance of {name} was given, expected the class: BalancedOptimizer(model, {name}, lr=...)"
-        )
-    if not isinstance(optimizer_class, type) or not issubclass(
-        optimizer_class, torch.optim.Optimizer
-    ):
-        name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-        raise TypeError(
-            f"{name} was given, expected a class of optimizers, such as torch.optim.AdamW"
-        )
-    refuse_closures(optimizer_class, "BalancedOptimizer")
-
-
-def _as_groups(params: ParamsT) -> Groups:
-    check_type("params", params, Iterable, "parameters, or param groups")
-    entries: list[Any] = list(params)
-    groups = (
-        [dict(entry) for entry in entries]
-        if entries and isinstance(entries[0], dict)
-        else [{"params": entries}]
-    )
-    for group in groups:
-        parameters = group["params"]
-        group["params"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return groups
+class _ParamGroups(torch.optim.Optimizer):
+    """Param groups of whole parameters, as torch reads them."""
 
 
 def refuse_closures(optimizer_class: type[torch.optim.Optimizer], caller: str) -> None:
@@ -497,7 +467,7 @@ class _ParameterRanks(_ElementRanks):
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
+        super().__init__(recipe)  # A parameter that it refuses is an error on all ranks.
         self._parameters = _parameters_of(self.inner.param_groups)
         self._owners = assign_owners(self._parameters, world_size())
         self._sharded = [
@@ -514,11 +484,13 @@ class _ParameterRanks(_ElementRanks):
                 self._gathered[parameter] = value
         owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
         self._values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
-        # The plain optimizer of this rank. Settings and state are those of ``inner``, which has all
-        # parameters.
-        self._local = recipe.make(_replaced(self.inner.param_groups, self._values))
-        self.inner.state.clear()  # Some optimizers make it for all parameters.
-        self._keep_state()
+        self._parameter_of = {value: parameter for parameter, value in self._values.items()}
+        whole = self.inner.param_groups
+        self.inner = recipe.make(_replaced(whole, self._values))
+        # Between steps the optimizer has all parameters, and the state of those of this rank.
+        self._owned = [group["params"] for group in self.inner.param_groups]
+        self._whole = [group["params"] for group in whole]
+        self._use(self._whole, self._parameter_of)
         self._release()
 
     @torch.no_grad()
@@ -529,14 +501,11 @@ class _ParameterRanks(_ElementRanks):
             if parameter in self._gathered:
                 self._gathered[parameter].data = value
                 self._gathered[parameter].grad = gradient
-        for group, whole in zip(self._local.param_groups, self.inner.param_groups, strict=True):
-            group.update({**whole, "params": group["params"]})
-        self._local.state.clear()
-        self._local.state.update(
-            (self._values[each], state) for each, state in self.inner.state.items()
-        )
-        getattr(self._local, method)()
-        self._keep_state()
+        self._use(self._owned, self._values)
+        try:
+            getattr(self.inner, method)()
+        finally:
+            self._use(self._whole, self._parameter_of)
         forget_gradients(self._gathered.values())
         for number in range(world_size()):
             learning = [
@@ -547,6 +516,14 @@ class _ParameterRanks(_ElementRanks):
             for chunk in transport.chunks(learning, transport.BUFFER_BYTES):
                 self._send([learning[i] for i in chunk], number)
         self._release()
+
+    def _use(self, groups: Sequence[list[Tensor]], tensors: Mapping[Tensor, Tensor]) -> None:
+        """Gives the optimizer the tensors of its groups, and the state of those that they replace."""
+        for group, params in zip(self.inner.param_groups, groups, strict=True):
+            group["params"] = params
+        state = self.inner.state
+        for tensor in [*state]:
+            state[tensors[tensor]] = state.pop(tensor)
 
     def state_dict(self) -> StateDict:
         local = super().state_dict()
@@ -573,16 +550,6 @@ class _ParameterRanks(_ElementRanks):
             number: map_tensors(torch.clone, whole[number]) for number in owned if number in whole
         }
         self.inner.load_state_dict({**state_dict, "state": state})
-
-    def _keep_state(self) -> None:
-        states = self._local.state
-        self.inner.state.update(
-            (parameter, states[value])
-            for parameter, value in self._values.items()
-            if value in states
-        )
-        for group, whole in zip(self._local.param_groups, self.inner.param_groups, strict=True):
-            whole.update({**group, "params": whole["params"]})  # Settings may count steps.
 
     def _send(self, parameters: list[Tensor], owner: int) -> None:
         """Copies the values of parameters from their owner to all ranks."""
@@ -658,11 +625,7 @@ def check_exact(recipe: Recipe, shard: str) -> None:
     """
     name = recipe.optimizer_class.__name__
     with ThreadPoolExecutor(1) as thread:
-        # Many kernels and some devices have no float64.
-        for dtype in (torch.float64, torch.float32):
-            trial = thread.submit(_is_exact, recipe, shard, dtype)
-            if trial.exception() is None:
-                break
+        trial = thread.submit(_is_exact, recipe, shard)
     if (error := trial.exception()) is not None:
         raise TypeError(
             f"{name} failed to update small tensors without a closure, which shows if shard={shard!r} is exact: {error}"
@@ -679,7 +642,7 @@ def check_exact(recipe: Recipe, shard: str) -> None:
         )
 
 
-def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
+def _is_exact(recipe: Recipe, shard: str) -> bool:
     rate = getattr(inspect.signature(recipe.optimizer_class).parameters.get("lr"), "default", None)
     # A small rate hides that all parameters have one step size.
     default = {"lr": rate} if isinstance(rate, float) else {}
@@ -693,13 +656,10 @@ def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
         tensor.
         """
         shape = [2 + _UPDATES, *(min(size, limit) for size in parameter.shape)]
-        kind = dtype.to_complex() if parameter.is_complex() else dtype
-        rows = torch.randn(shape, dtype=kind, generator=generator)
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        rows = torch.randn(shape, dtype=dtype, generator=generator)
         rows[2:] = rows[1] + noise * rows[2:]
         return rows.to(parameter.device)
-
-    def cut(rows: Tensor) -> Sequence[Tensor]:
-        return rows.view(len(rows), rows[0].numel()).chunk(3, 1) if shard == "elements" else [rows]
 
     groups = []
     parts = []
@@ -708,7 +668,9 @@ def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
         filled = [each for each in group["params"] if each.numel()]
         samples = [*map(draw, filled[:4])]
         groups.append({**settings, "params": samples})
-        parts += [[{**settings, "params": [part]}] for part in itertools.chain(*map(cut, samples))]
+        for rows in samples:
+            cut = rows.view(len(rows), -1).chunk(3, 1) if shard == "elements" else [rows]
+            parts += [[{**settings, "params": [part]}] for part in cut]
     whole = _update_samples(recipe, [groups])
     sharded = _update_samples(recipe, parts)
     return whole is not None and sharded is not None and torch.equal(whole, sharded)

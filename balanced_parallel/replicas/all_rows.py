@@ -76,19 +76,24 @@ class SumOverRows(nn.Module):
                 "SumOverRows was called by a criterion that was not expected to do so, expected one that is an attribute of the "
                 "criterion, or DataParallelCriterion(function, sums_rows=True)"
             )
-        is_replica = current_replica() is not None
-        is_recomputed = is_replica
-        if not in_checkpoint():
-            # The recomputation of reentrant checkpointing does not know its replica.
-            in_backward = current_backward_id() is not None
-            was_replica = self.__dict__.get("_was_replica", False)
-            is_recomputed = not is_replica and in_backward and was_replica
-        if is_recomputed:
-            raise RuntimeError(
-                "SumOverRows was called again in the backward of one replica, expected it outside of activation checkpointing"
-            )
-        self.__dict__["_was_replica"] = is_replica
+        refuse_recomputation(self)
         return sum_over_rows(tensor)
+
+
+def refuse_recomputation(layer: nn.Module) -> None:
+    """Raises ``RuntimeError`` if a replica calls a layer that waits for the others in activation
+    checkpointing, which calls it again without them.
+    """
+    is_replica = current_replica() is not None
+    was_replica = layer.__dict__.get("_was_replica", False)
+    layer.__dict__["_was_replica"] = is_replica
+    # The recomputation of reentrant checkpointing does not know its replica.
+    is_again = was_replica and not is_replica and current_backward_id() is not None
+    if is_again or (is_replica and in_checkpoint()):
+        raise RuntimeError(
+            f"a {type(layer).__name__} of several replicas would be called again in the backward of one, expected it outside of "
+            "activation checkpointing"
+        )
 
 
 def sum_over_rows(tensor: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.collectives import gather_rows, second_group, world_size
-from ..runtime.torch_private import BatchNorm, current_backward_id
+from ..runtime.torch_private import BatchNorm
 from ..runtime.values import naming_arguments
-from .all_rows import exchange, sums_rows
+from .all_rows import exchange, refuse_recomputation, sums_rows
 from .module_tree import check_is_module
 from .workers import current_replica
 
@@ -170,24 +170,14 @@ class AllRowsBatchNorm(BatchNorm):
         """Normalises the rows. In training, this waits for the other replicas and ranks."""
         self._check_input_dim(input)
         _refuse_chunks(self, input)
-        replica = current_replica()
         uses_batch = self.training or self.running_mean is None
-        if (
-            uses_batch
-            and replica is None
-            and self.__dict__.get("_was_replica")
-            and current_backward_id() is not None
-        ):
-            # activation checkpointing runs the forward again, without the other replicas
-            raise RuntimeError(
-                "a synchronised batch norm cannot be recomputed in the backward: keep it out of checkpointing"
-            )
-        if not uses_batch or (replica is None and world_size() == 1):
+        if uses_batch:
+            refuse_recomputation(self)
+        if not uses_batch or (current_replica() is None and world_size() == 1):
             return BatchNorm.forward(self, input)  # nn.SyncBatchNorm's refuses the CPU.
         dims = [0, *range(2, input.dim())]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         count, mean, squares = _combine(_gather_statistics(values, dims))
-        self.__dict__["_was_replica"] = replica is not None
         if count <= 1:
             raise ValueError(
                 f"batch norm was given {tuple(input.shape)}, expected more than 1 value per channel in training"

@@ -24,12 +24,10 @@ from ..runtime.torch_private import (
     FLAT_WEIGHTS,
     FORWARD_HOOKS,
     PARAMETERS,
-    NormWithStatistics,
     buffers_of,
     children_of,
     is_compiled,
     parameters_of,
-    versions,
 )
 
 
@@ -275,27 +273,6 @@ class ModuleTree:
                 buffers_of(skeleton).update(buffers_of(part.module))
             for entries, before in changed:
                 _set_entries(entries, before)
-
-    @torch.no_grad()
-    @contextmanager
-    def taking_buffers(self, skeletons: Skeletons, copies: Mapping[int, Tensor]) -> Iterator[None]:
-        """Copies the buffers of skeletons to the modules after the block, as if these had run in it.
-
-        A graph may have kept a buffer, so one whose copy was not written to stays as it is.
-        """
-        copied = [*copies.values()]
-        filled = dict(zip(map(id, copied), versions(copied), strict=True))
-        yield
-        for part, skeleton, _ in skeletons:
-            has_statistics = isinstance(part.module, NormWithStatistics)
-            for name, buffer in buffers_of(part.module).items():
-                value = buffers_of(skeleton)[name]
-                if buffer is None or value is None or value.shape != buffer.shape:
-                    continue
-                is_written = filled.get(id(value)) != versions([value])[0]
-                # Batch norm writes to its statistics without torch's version counter.
-                if is_written or has_statistics:
-                    buffer.copy_(value)
 
     @contextmanager
     def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:

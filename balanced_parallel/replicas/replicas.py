@@ -20,7 +20,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ from ..runtime.torch_private import (
 from .buckets import Bucket, GradientBuckets, kinds_of
 from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
 from .recorded import NotedSums, Refresh, check_refresh
-from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
+from .workers import T, Workers, run_in_turn, run_replicas
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
 _running: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar(
@@ -53,13 +53,12 @@ class Replicas:
     """The replicas of one module: its tree of submodules, copies of its parameters, and its
     gradient buckets.
 
-    The first replica is the module itself, so writes to its buffers and attributes stay. If the
-    module's device gets no rows, the buffers of the first replica are copied back. The other
+    The first replica is the module itself, so writes to its buffers and attributes stay. The other
     replicas have copies of the buffers: writes to them are lost, as in ``nn.DataParallel``.
     Replicas on one device share the values of the parameters, and must not write to them.
 
-    ``workers`` runs the replicas of a forward. ``None`` runs them in the threads of
-    :func:`shared_pool`. ``bucket_bytes`` is the size of a bucket of gradients.
+    ``workers`` runs the replicas of a forward. ``None`` is :func:`run_replicas`. ``bucket_bytes``
+    is the size of a bucket of gradients.
     """
 
     def __init__(
@@ -74,10 +73,7 @@ class Replicas:
         self._refresh = refresh
         self.has_sums = refresh == "recorded"  # They show the writes that torch does not record.
         self._sums = NotedSums()
-        # the pool is kept from its first use on
-        self._workers = workers or functools.partial(
-            run_replicas, pool=functools.cache(shared_pool)
-        )
+        self._workers = workers or run_replicas
         self.tree: ModuleTree | None = None
         self.copies = ParameterCopies()
         self.gradients = GradientBuckets(side, bucket_bytes)
@@ -142,13 +138,7 @@ class Replicas:
                     if devices.count(device) > 1
                 ]
                 before = [*map(versions, shared)]
-                taking: AbstractContextManager[None] = nullcontext()
-                if devices[0] != home:
-                    taking = tree.taking_buffers(self._skeletons[0], buffers[0])
-                with (
-                    taking,
-                    tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext(),
-                ):
+                with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
                     yield modules
                 # rows that are rescaled twice stay the same
                 if before != [*map(versions, shared)] and not tree.rescaled:

@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import functools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,14 +30,14 @@ Call = Callable[[], object]
 
 
 class Worker:
-    """A thread that makes one call after the other. It ends with the last reference to this object."""
+    """A thread that makes one call after the other, until the interpreter ends."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Call, Call] | None] = SimpleQueue()
-        self.thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        _workers.append(self)
         # Python without its lock keeps the context in which a thread was started.
         contextvars.Context().run(self.thread.start)
-        _workers.add(self)
 
     def start(self, call: Call, then: Call) -> None:
         """Starts ``call()`` in the thread, and ``then()`` after all references to ``call`` are
@@ -50,72 +49,47 @@ class Worker:
         """Ends the thread after its last call."""
         self._calls.put(None)
 
-    __del__ = end  # does not join: the collector runs in any thread, and under any lock
+    def _serve(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, then = item
+            del item
+            call()
+            del call
+            then()
 
 
-def _serve(calls: "SimpleQueue[tuple[Call, Call] | None]") -> None:
-    while (item := calls.get()) is not None:
-        call, then = item
-        del item
-        call()
-        del call
-        then()
-
-
-# All threads of the process, which end before the interpreter does.
-_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+# All threads of the process, and by device those that wait for a call. Models that run one after
+# the other use the same threads, in which cuDNN keeps its plans.
+_workers: list[Worker] = []
+_idle: dict[torch.device, list[Worker]] = {}
 
 
 @atexit.register
-def _end_workers() -> None:
+def end_workers() -> None:
     """Ends all threads before the interpreter does.
 
     A thread that runs then could use what is gone already.
     """
-    workers = list(_workers)
-    for worker in workers:
+    _idle.clear()
+    for worker in _workers:
         worker.end()
-    for worker in workers:
-        worker.thread.join(_JOIN_SECONDS)
+    while _workers:
+        thread = _workers.pop().thread
+        if thread.is_alive():  # Ctrl-C may have come before it was started.
+            thread.join(_JOIN_SECONDS)
 
 
-class WorkerPool:
-    """Idle workers by slot, such as the second replica on a device.
+def _take_worker(device: torch.device) -> Worker:
+    """Returns the worker of a device that ran last and is idle, or a new one.
 
-    Forwards at the same time need several of a slot.
+    Forwards at the same time need several. Threads that a fork left behind are dropped.
     """
-
-    def __init__(self) -> None:
-        self._idle: dict[Hashable, list[Worker]] = {}
-
-    def take(self, device: torch.device, number: int) -> Worker:
-        """Returns the worker of a slot that ran last and is idle, or a new one.
-
-        Threads that a fork left behind are dropped.
-        """
-        idle = self._idle.get((device, number), [])
-        with contextlib.suppress(IndexError):  # none is left, or another thread was faster
-            while not (worker := idle.pop()).thread.is_alive():
-                pass
-            return worker
-        return Worker(f"replica on {device}")
-
-    def give_back(self, device: torch.device, number: int, worker: Worker) -> None:
-        """Keeps a worker whose call has ended for the next one of its slot."""
-        self._idle.setdefault((device, number), []).append(worker)
-
-
-# One pool for the process: models that run one after the other use the same threads, in which cuDNN
-# keeps its plans.
-_shared: "weakref.WeakValueDictionary[type, WorkerPool]" = weakref.WeakValueDictionary()
-
-
-def shared_pool() -> WorkerPool:
-    """Returns the pool of all models.
-
-    It ends, with its threads, when no model refers to it any more.
-    """
-    return _shared.setdefault(WorkerPool, WorkerPool())
+    idle = _idle.setdefault(device, [])
+    with contextlib.suppress(IndexError):  # none is left, or another thread was faster
+        while not (worker := idle.pop()).thread.is_alive():
+            pass
+        return worker
+    return Worker(f"replica on {device}")
 
 
 # takes replica and value; returns the values of all replicas
@@ -214,16 +188,12 @@ def current_replica() -> Replica | None:
 
 INTERRUPTED_SECONDS = 5.0  # Ctrl-C waits as long for replicas that do not end.
 T = TypeVar("T")
-Workers = Callable[..., list[Any]]  # takes the arguments of run_replicas, but for the pool
+Workers = Callable[..., list[Any]]  # takes the arguments of run_replicas
 _CPU = {torch.device("cpu")}
 
 
 def run_replicas(
-    work: Sequence[Callable[[], T]],
-    devices: Devices,
-    *,
-    together: bool = True,
-    pool: Callable[[], WorkerPool] = shared_pool,
+    work: Sequence[Callable[[], T]], devices: Devices, *, together: bool = True
 ) -> list[T]:
     """Calls ``work[i]()`` for replica ``i`` with ``devices[i]`` current, all at once, and returns
     the results in order.
@@ -232,8 +202,7 @@ def run_replicas(
     :class:`ThreadState`, context variables, and current stream of every device. Replicas on one
     device share its random numbers, so they take turns, and under modes of torch all do. On the CPU
     they run one after the other in the calling thread unless they exchange values (``together``).
-    The first failure (in time) is raised, with a note that names the replica. ``pool`` returns the
-    threads.
+    The first failure (in time) is raised, with a note that names the replica.
     """
     if len(work) == 1 or (not together and set(devices) == _CPU):
         return run_in_turn(work, devices, None)
@@ -269,7 +238,7 @@ def run_replicas(
     calls = [
         functools.partial(contextvars.copy_context().run, call, index) for index in range(len(work))
     ]
-    _run_in_workers(calls, devices, meeting, pool())
+    _run_in_workers(calls, devices, meeting)
     if failures:
         try:
             raise failures[0]
@@ -279,28 +248,26 @@ def run_replicas(
     return [results[index] for index in range(len(work))]
 
 
-def _run_in_workers(
-    calls: Sequence[Call], devices: Devices, meeting: Meeting, pool: WorkerPool
-) -> None:
-    """Makes each call in the worker of its slot, and waits for all of them."""
-    slots = [(device, list(devices[:index]).count(device)) for index, device in enumerate(devices)]
+def _run_in_workers(calls: Sequence[Call], devices: Devices, meeting: Meeting) -> None:
+    """Makes each call in a worker of its device, and waits for all of them."""
     running: dict[int, Worker] = {}
     ended: SimpleQueue[int] = SimpleQueue()
-    try:
-        workers = [pool.take(*slot) for slot in slots]
-        for index, worker in enumerate(workers):
-            running[index] = worker
-            worker.start(calls[index], functools.partial(ended.put, index))
+
+    def wait(timeout: float | None) -> None:
         while running:
-            index = ended.get()
-            pool.give_back(*slots[index], running.pop(index))
+            index = ended.get(timeout=timeout)
+            _idle[devices[index]].append(running.pop(index))
+
+    try:
+        for index, device in enumerate(devices):
+            running[index] = _take_worker(device)
+            running[index].start(calls[index], functools.partial(ended.put, index))
+        wait(None)
     except BaseException:  # Ctrl-C
         meeting.leave(*range(len(calls)))
         with contextlib.suppress(Empty):
-            while running:
-                index = ended.get(timeout=INTERRUPTED_SECONDS)
-                pool.give_back(*slots[index], running.pop(index))
-        raise  # a worker that still runs is not given back: it ends after its call
+            wait(INTERRUPTED_SECONDS)
+        raise  # A worker that still runs is not used again.
 
 
 def run_in_turn(

@@ -23,7 +23,6 @@ Losses and weights are added by ``math.fsum``, which rounds once.
 import contextlib
 import itertools
 import math
-import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -32,13 +31,12 @@ from torch import Tensor, nn
 from .. import BalancedOptimizer
 from ..batch import containers
 from ..batch.rows import Shard
-from ..loss.kinds import Kind
-from ..loss.sums import LossSum, add_numbers, power_of_two, run_backward
+from ..loss import kinds as loss_kinds
+from ..loss import sums as loss_sums
 from ..optim.balanced import is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
-from ..runtime import torch_private
-from ..runtime.values import scaled
+from ..runtime import values
 from ..strategies.ddp import DDPSync
 from ..strategies.replicas import ReplicaSync
 from ..training.settings import Settings, Unchecked
@@ -75,7 +73,7 @@ class ExactSum:
     ) -> None:
         """Adds a gradient times a power of two. Parts of a unit are lost.
 
-        Magnitudes that are not 0 are between ``largest`` and ``smallest``.
+        Magnitudes are between ``largest`` and ``smallest``.
         """
         if not math.isfinite(largest * factor):
             self.complete([_NOT_FINITE], gradient)
@@ -109,7 +107,7 @@ class ExactSum:
 
     def write(self, result: Tensor, divisor: float) -> None:
         """Writes the sum over a divisor, rounded once: nan if a gradient was not finite."""
-        total = _memory.like(result, torch.float64).zero_()
+        total = torch.zeros_like(result, dtype=torch.float64)
         for unit, integers in self.integers.items():
             total.add_(integers, alpha=math.nan if unit == _NOT_FINITE else 2.0**unit)
         result.copy_(total.div_(divisor))
@@ -119,7 +117,7 @@ class ExactSum:
 
         Returns the largest magnitude below ``least``.
         """
-        counts = _memory.like(values, torch.float64).copy_(values).mul_(factor * 2.0**-unit)
+        counts = values.to(torch.float64, copy=True).mul_(factor * 2.0**-unit)
         largest = 0.0
         if bound < math.inf:
             counts.masked_fill_(values.abs() >= bound, 0)
@@ -129,41 +127,28 @@ class ExactSum:
             counts.masked_fill_(is_small, 0)
             largest = float(torch.where(is_small, magnitudes, 0).max())
         if unit in self.integers:
-            self.integers[unit] += _memory.like(values, torch.int64).copy_(counts)
+            self.integers[unit] += counts.long()
         else:
             self.integers[unit] = counts.long()
         return largest
 
 
-class _Memory(threading.local):
-    """Memory for the numbers of one part, which is used again on the CPU.
-
-    The operating system clears new memory, which takes longer than the arithmetic.
-    """
-
-    def __init__(self) -> None:
-        self._on_cpu = torch.empty(2, _ELEMENTS_ON_CPU, dtype=torch.int64, device="cpu")
-
-    def like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of this shape, whose values are lost in the next call for this dtype."""
-        if not tensor.is_cpu:
-            return torch.empty_like(tensor, dtype=dtype)
-        memory = self._on_cpu[int(dtype.is_floating_point)].view(dtype)
-        return memory[: tensor.numel()].view(tensor.shape)
-
-
-_memory = _Memory()
-
-
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Returns a tensor in parts of one dimension. Those of a contiguous one are views."""
-    size = _ELEMENTS_ON_CPU if tensor.is_cpu else _ELEMENTS
-    return tensor.reshape(-1).split(size) if tensor.numel() else []
+    """Returns the real view of a tensor in parts of one dimension. Those of a contiguous one are
+    views.
+    """
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            "reproducible='bits' with a sparse gradient, expected dense ones: set sparse=False in the embedding"
+        )
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    parts: Sequence[Tensor] = real.reshape(-1).split(_sizes_of_parts(tensor))
+    return parts
 
 
 def _sizes_of_parts(tensor: Tensor) -> list[int]:
-    """Returns the numbers of elements of :func:`_parts` of the real view, without an operator that
-    may fail: the other ranks wait for so many.
+    """Returns the numbers of elements of :func:`_parts`, without an operator that may fail: the
+    other ranks wait for so many.
     """
     size = _ELEMENTS_ON_CPU if tensor.is_cpu else _ELEMENTS
     count = tensor.numel() * (2 if tensor.is_complex() else 1)
@@ -171,29 +156,13 @@ def _sizes_of_parts(tensor: Tensor) -> list[int]:
 
 
 def magnitudes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Returns the largest magnitude in each tensor, and the smallest that is not 0.
-
-    The host waits once, and a second time if some elements are 0.
-    """
-    magnitudes = _ends(tensors)
-    with_zeros = [number for number, (_, smallest) in enumerate(magnitudes) if smallest == 0]
-    others = _ends([tensors[number] for number in with_zeros], without_zeros=True)
-    for number, ends in zip(with_zeros, others, strict=True):
-        magnitudes[number] = magnitudes[number][0], ends[1]
-    return magnitudes
-
-
-def _ends(tensors: Sequence[Tensor], *, without_zeros: bool = False) -> list[tuple[float, float]]:
     """Returns the largest magnitude in each tensor, and the smallest. The host waits once."""
     if not tensors:
         return []
     home = tensors[0].device
     ends = []
     for tensor in tensors:
-        magnitudes = tensor.abs()
-        if without_zeros:
-            magnitudes.masked_fill_(magnitudes == 0, math.inf)
-        smallest, largest = magnitudes.aminmax()
+        smallest, largest = tensor.abs().aminmax()
         ends += [largest.to(home), smallest.to(home)]
     numbers = torch.stack(ends).tolist()
     return [*zip(numbers[::2], numbers[1::2], strict=True)]
@@ -205,7 +174,7 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     It is the same for any cut of them into tensors, and for any order.
     """
     gradients = [each.grad for each in parameters if each.grad is not None]
-    norm = _norm([part for gradient in gradients for part in _parts(_real(gradient))])
+    norm = _norm([part for gradient in gradients for part in _parts(gradient)])
     factor = max_norm / (norm + 1e-6)  # nan if the norm is
     if not factor >= 1:
         for gradient in gradients:
@@ -216,7 +185,7 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
 
 def _norm(parts: Sequence[Tensor]) -> float:
     """Returns the norm. Squares, over that of the largest element, are integers of 62 bits."""
-    magnitudes = [largest for largest, _ in _ends(parts)]
+    magnitudes = [largest for largest, _ in magnitudes_of(parts)]
     largest = max(magnitudes, default=0.0)
     if not all(map(math.isfinite, magnitudes)):
         return sum(magnitudes)
@@ -226,8 +195,8 @@ def _norm(parts: Sequence[Tensor]) -> float:
     scale = 2.0 ** min(-exponent, 1000)
     sums = []
     for part in parts:
-        squares = _memory.like(part, torch.float64).copy_(part).mul_(scale).square_().mul_(2.0**31)
-        integers = _memory.like(part, torch.int64).copy_(squares)
+        squares = part.to(torch.float64, copy=True).mul_(scale).square_().mul_(2.0**31)
+        integers = squares.long()
         sums.append(integers.sum())
         squares.sub_(integers).mul_(2.0**31)
         sums.append(integers.copy_(squares).sum())
@@ -247,7 +216,7 @@ class ExactAccumulation(Accumulation):
         self,
         forwards: Forwards,
         sync: GroupSync,
-        kind: Kind,
+        kind: loss_kinds.Kind,
         weight_before: float,
     ) -> None:
         super().__init__(forwards, sync, kind, weight_before)
@@ -260,6 +229,7 @@ class ExactAccumulation(Accumulation):
         self._weights: list[Tensor | float] = []
         self._sums: dict[torch.device, dict[Tensor, list[ExactSum]]] = {}  # The sums of the parts.
         self._has_graph = False
+        self._before = {name: each.detach().clone() for name, each in self._buffers()}
 
     def add(self, run: BatchRun) -> None:
         """Runs forward and backward of each group."""
@@ -278,25 +248,9 @@ class ExactAccumulation(Accumulation):
             raise RuntimeError(
                 "parameters have gradients of another backward, expected none before apply(): call optimizer.zero_grad()"
             )
-        before = {name: buffer.detach().clone() for name, buffer in self._buffers()}
-        with self._groups.accumulating():
-            for shards in plan:
-                # No variable keeps the losses, and their graph, during the next forward.
-                with (
-                    torch_private.profiled("micro-batch")
-                    if torch_private.is_profiled()
-                    else torch_private.NO_RANGE
-                ):
-                    self._run_backwards(shards, self.forwards.run(shards, compute, run.outputs))
-        for name, buffer in self._buffers():
-            copy = before.get(name)
-            if copy is None or not torch.equal(buffer.to(copy), copy):
-                raise ValueError(
-                    f"reproducible='bits' with a forward that writes the buffer {name}, expected none, such as group norm in "
-                    "place of batch norm, or a buffer made before: each device would have values of its own rows"
-                )
+        super().run(run._replace(is_whole=False), plan, compute)  # finish() reduces the gradients
 
-    def run_again(self, run: BatchRun, learned: Kind, hand_back: Compute) -> None:
+    def run_again(self, run: BatchRun, learned: loss_kinds.Kind, hand_back: Compute) -> None:
         """Runs a batch in the second of two passes.
 
         If the first one has shown a mean over one count, this is the pass of the next updates. A run
@@ -313,6 +267,16 @@ class ExactAccumulation(Accumulation):
         for part in (self.forwards.model.module, self.forwards.copies.criterion):
             if isinstance(part, nn.Module):
                 yield from part.named_buffers()
+
+    def _check_buffers(self) -> None:
+        """Raises ``ValueError`` if a forward has written to a buffer."""
+        for name, buffer in self._buffers():
+            copy = self._before.get(name)
+            if copy is None or not torch.equal(buffer.to(copy), copy):
+                raise ValueError(
+                    f"reproducible='bits' with a forward that writes the buffer {name}, expected none, such as group norm in "
+                    "place of batch norm, or a buffer made before: each device would have values of its own rows"
+                )
 
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns groups of rows, one for each device at a time."""
@@ -335,18 +299,21 @@ class ExactAccumulation(Accumulation):
     def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
         """Adds up everything on all ranks."""
         if self._losses and not self._has_graph:
-            run_backward([], 1.0)  # raises an error that says what is missing
+            loss_sums.run_backward([], 1.0)  # raises an error that says what is missing
+        if self.forwards.state is not None:
+            self.forwards.state.finish()
+        self._check_buffers()
         present = settings()
         sums = self._join_devices()
         if self._scaler is not None:  # It makes its tensors, also without rows.
-            scaled(torch.zeros((), device=self._device), self._scaler)
+            values.scaled(torch.zeros((), device=self._device), self._scaler)
         reports = self._groups.gather(self._report(sums, present.digest()))
         _check_reports(reports)
         digests = zip(*(report.digest for report in reports), strict=True)
         present.check(*map(sum, digests))
         totals = self._sum(sums, [report.units for report in reports])
-        total = add_numbers([loss for report in reports for loss in report.losses])
-        weight = add_numbers([weight for report in reports for weight in report.weights])
+        total = loss_sums.add_numbers([loss for report in reports for loss in report.losses])
+        weight = loss_sums.add_numbers([weight for report in reports for weight in report.weights])
         weight = max(weight, self.kind.least)
         divisor = weight if self._is_mean and weight else 1.0
         mean = total / divisor if weight else math.nan
@@ -355,27 +322,31 @@ class ExactAccumulation(Accumulation):
         reduced = Reduced(loss, weight, 1.0, self.sync, self.kind, self._logged)
         self._set_gradients(totals, divisor)
         self._groups.confirm()
+        if self.forwards.state is not None:
+            self.forwards.state.reset()  # Nothing stays in memory.
         return reduced
 
     reduce = finish
 
-    def _run_backwards(self, shards: Sequence[Shard], losses: list[LossSum]) -> None:
+    def _backward(
+        self, losses: Sequence[loss_sums.LossSum], followers: int, *, is_last: bool
+    ) -> None:
         """Runs the backward of each group. Those of one device run one after the other."""
         by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
-        for shard, loss in zip(shards, losses, strict=True):
+        for loss in losses:
             if loss.logged:
                 self._logged.append(loss.logged)
             # A sum counts, but is not divided.
             weight = 1.0 if loss.weight is None else float(loss.weight)
-            divisor = float(power_of_two(weight)) if self._is_mean else 1.0
-            by_device.setdefault(shard.device, []).append((loss.total, divisor))
+            divisor = float(loss_sums.power_of_two(weight)) if self._is_mean else 1.0
+            by_device.setdefault(loss.total.device, []).append((loss.total, divisor))
             self._losses.append(loss.total.detach())
             self._weights.append(weight)
         for turn in itertools.zip_longest(*by_device.values()):
             present = dict(zip(by_device, turn, strict=True))
             groups = {device: group for device, group in present.items() if group is not None}
             roots = [
-                scaled(loss / divisor, self._scaler)
+                values.scaled(loss / divisor, self._scaler)
                 for loss, divisor in groups.values()
                 if loss.requires_grad
             ]
@@ -389,7 +360,7 @@ class ExactAccumulation(Accumulation):
         """Adds the gradients of one group on each device, times its factor."""
         by_device: dict[torch.device, list[tuple[ExactSum, Tensor]]] = {}
         for parameter, gradient in self._groups.take(self._trained):
-            parts = _parts(_real(gradient))
+            parts = _parts(gradient)
             sums = self._sums.setdefault(gradient.device, {})
             totals = sums.setdefault(parameter, [ExactSum() for _ in parts])
             by_device.setdefault(gradient.device, []).extend(zip(totals, parts, strict=True))
@@ -447,7 +418,7 @@ class ExactAccumulation(Accumulation):
 
         def integers() -> Iterator[Tensor]:
             for (parameter, of_parts), everywhere in zip(totals, units_of_totals, strict=True):
-                parts = _parts(_real(parameter))
+                parts = _parts(parameter)
                 for total, present, part in zip(of_parts, everywhere, parts, strict=True):
                     total.complete(present, part)
                     yield from total.integers.values()
@@ -461,7 +432,7 @@ class ExactAccumulation(Accumulation):
         while totals:
             parameter, of_parts = totals.pop()
             gradient = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-            for total, part in zip(of_parts, _parts(_real(gradient)), strict=True):
+            for total, part in zip(of_parts, _parts(gradient), strict=True):
                 total.write(part, divisor)
             accumulate([parameter], {0: gradient})
             del of_parts
@@ -551,7 +522,7 @@ class ExactArithmetic(ArithmeticByRow):
         if refused:
             raise ValueError(f"reproducible='bits' with {refused}")
 
-    def kind_of(self, kind: Kind) -> Kind:
+    def kind_of(self, kind: loss_kinds.Kind) -> loss_kinds.Kind:
         """Returns the kind of a loss with exact sums."""
         return exact_kind(kind)
 
@@ -615,11 +586,3 @@ def _depends_on_cut(optimizer: torch.optim.Optimizer, whole: Collection[Tensor])
             if is_piece and (is_fused or piece.itemsize < 4):
                 return True
     return False
-
-
-def _real(tensor: Tensor) -> Tensor:
-    if tensor.layout != torch.strided:
-        raise TypeError(
-            "reproducible='bits' with a sparse gradient, expected dense ones: set sparse=False in the embedding"
-        )
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime import collectives, transport
-from ..runtime.values import forget_gradients
+from ..runtime import collectives, values
 from ..strategies.ddp import DDPUpdate
 from ..strategies.replicas import ReplicaSync
 
+_BUFFER_BYTES = 25 * 2**20  # of integers that are summed at a time
 PartUnits = Sequence[Sequence[int]]  # The units of the gradient of each part of a parameter.
 
 
@@ -85,7 +85,7 @@ class DDPGroups(DDPUpdate):
     def _reduce(self, tensors: Iterator[Tensor]) -> None:
         """Sums the next integers, of at most the bytes of a buffer, or of one tensor."""
         ends = itertools.accumulate(self._sizes)
-        count = max(1, sum(8 * end <= transport.BUFFER_BYTES for end in ends))
+        count = max(1, sum(8 * end <= _BUFFER_BYTES for end in ends))
         sizes = self._sizes[:count]
         parts = [*itertools.islice(tensors, count)]
         flat = torch.cat([part.flatten() for part in parts])
@@ -123,5 +123,5 @@ GroupSync = ReplicaGroups | DDPGroups
 def _take_gradients(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Returns the parameters that have a gradient, each with it, and forgets the gradients."""
     taken = [(each, each.grad) for each in parameters if each.grad is not None]
-    forget_gradients(parameter for parameter, _ in taken)
+    values.forget_gradients(parameter for parameter, _ in taken)
     return taken

@@ -1,5 +1,6 @@
 """Kinds of losses whose sums have the same bits for any order of the parts, on any ranks."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -7,21 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..loss.copies import CriterionCopies
-from ..loss.coupled import ShardStatistics
-from ..loss.kinds import Kind, KnownMean, MeansInside
+from ..loss import kinds as loss_kinds
+from ..loss import sums as loss_sums
+from ..loss.comparison import ShardStatistics
+from ..loss.copies import Calls
 from ..loss.means import LossOfMeans
-from ..loss.sums import add_numbers
 
 
-def exact_kind(kind: Kind) -> Kind:
+def exact_kind(kind: loss_kinds.Kind) -> loss_kinds.Kind:
     """Returns the kind whose loss has the same bits for any order of the parts.
 
     Raises ``ValueError`` for a loss of all rows.
     """
-    if isinstance(kind, KnownMean):
+    if isinstance(kind, loss_kinds.KnownMean):
         return ExactKnownMean(kind.settings, kind.reduction, kind.least)
-    if type(kind) is MeansInside:  # OneCount is exact.
+    if type(kind) is loss_kinds.MeansInside:  # OneCount is exact.
         return ExactMeansInside(kind.settings, kind.reduction)
     if kind.couples_rows:
         raise ValueError(
@@ -31,10 +32,10 @@ def exact_kind(kind: Kind) -> Kind:
     return kind  # Parts have the same bits already.
 
 
-class ExactKnownMean(KnownMean):
+class ExactKnownMean(loss_kinds.KnownMean):
     """A mean that torch computes, whose weight is never that of a batch."""
 
-    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
+    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> loss_kinds.Kind:
         """Returns the same kind."""
         return self
 
@@ -42,14 +43,12 @@ class ExactKnownMean(KnownMean):
 class ExactLossOfMeans(LossOfMeans):
     """A :class:`LossOfMeans` whose sums are the same for any order of the parts, on any ranks."""
 
-    def __init__(
-        self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True
-    ) -> None:
-        super().__init__(copies, home, is_split=is_split)
-        self._numbers: dict[Any, list[Tensor]] = {}
+    @functools.cached_property
+    def _numbers(self) -> dict[Any, list[Tensor]]:
+        return {}  # the parts of each sum on this rank
 
-    def _add(self, parts: list[ShardStatistics]) -> None:
-        super()._add(parts)
+    def _add(self, parts: list[ShardStatistics], calls: Calls) -> None:
+        super()._add(parts, calls)
         for part in parts:
             for place, number in part.tensors.items():
                 self._numbers.setdefault(place, []).append(number)
@@ -64,19 +63,19 @@ class ExactLossOfMeans(LossOfMeans):
         """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
         form = {place: total.to("meta") for place, total in self._total.items()}
         numbers = {place: [*map(float, parts)] for place, parts in self._numbers.items()}
-        everywhere = enumerate(self._gather((self._structure, form, numbers)))
+        everywhere = enumerate(self.comparison.gather((self._structure, form, numbers)))
         by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
-        self._check_shapes([form for _, form, _ in by_rank.values()])
+        self.comparison.check_names([form for _, form, _ in by_rank.values()])
         for formula, form, _ in [*by_rank.values()][-1:]:
             self._structure = self._structure or formula
             for place, like in form.items():
                 everyone = itertools.chain(*(parts[2][place] for parts in by_rank.values()))
-                total = add_numbers([*everyone])
+                total = loss_sums.add_numbers([*everyone])
                 self._total[place] = torch.full_like(like, total, device=self.home)
         return [*by_rank]
 
 
-class ExactMeansInside(MeansInside):
+class ExactMeansInside(loss_kinds.MeansInside):
     """A function of sums over the rows that have no order."""
 
     loss = ExactLossOfMeans

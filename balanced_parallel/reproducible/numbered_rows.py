@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.rows import Batch, Shard
-from ..loss.copies import Calls
-from ..loss.kinds import Kind
+from ..loss import kinds as loss_kinds
 from ..runtime import collectives, torch_private
 from ..training.settings import Settings
-from ..training.update import Arithmetic, BatchRun, Compute, Forwards, Limit, Reduced, Work
+from ..training.update import Arithmetic, BatchRun, Forwards, Limit, Reduced, Work
 from .row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 
 RunShard = Callable[..., object]  # Returns the output of a shard, with its draws if known.
@@ -41,7 +40,7 @@ class NumberedRows:
         self,
         arithmetic: "ArithmeticByRow",
         forwards: Forwards,
-        kind: Kind,
+        kind: loss_kinds.Kind,
         open_work: Callable[[], Work],
         limit: Limit,
     ) -> None:
@@ -88,16 +87,13 @@ class NumberedRows:
         if not is_known:
             # The criterion may draw random numbers, too.
             loss = self._kind.of_batch(batch.counted_targets, is_whole=run.is_whole)
-            compute: Compute = loss.sums
-            if loss.passes > 1:
-                device = self._forwards.model.devices[0]
-
-                def compute(calls: Calls) -> list[Any]:
-                    # The state of the criterion differs between the two forwards.
-                    return loss.loss(calls.copies, device, is_split=False).collect(calls)
 
             def run_shard(shard: Shard, draws: list[Draw] | None = None) -> object:
                 outputs: list[Any] = []
+                compute: Any = loss.sums
+                if loss.passes > 1:  # its state differs between the two forwards
+                    of_all = loss.loss(self._forwards.copies, shard.device, is_split=False)
+                    compute = of_all.collect
                 self._forwards.run([surround(shard, draws)], compute, outputs)
                 return outputs[0][0]
 

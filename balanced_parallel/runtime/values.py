@@ -58,7 +58,8 @@ def format_bytes(count: int) -> str:
 
 # The text to write in place of an argument that is gone.
 _REMOVED = {
-    "in_dims": "dim=1 for rows in dimension 1, and marks at the call for other arguments: Along(x, 1), Whole(x), Rows(x)"
+    "in_dims": "dim=1 for rows in dimension 1, and marks at the call for other arguments: Along(x, 1), Whole(x), Rows(x)",
+    "trim": "collate=, which pads a list of samples: DataLoader(..., collate_fn=list)",
 }
 
 

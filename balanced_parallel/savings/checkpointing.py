@@ -150,8 +150,6 @@ def checkpoint_activations(
     if blocks != "auto":
         values.check_type("blocks", blocks, Iterable, "'auto', or the names of submodules")
         names = [blocks] if isinstance(blocks, str) else list(blocks)
-        for name in names:
-            values.check_type("blocks", name, str, "names of submodules, as in blocks=['layers.0']")
         if not names:
             raise ValueError(f"blocks={blocks!r} is empty, {EXPECTED}")
     modules = dict(module.named_modules(remove_duplicate=False))

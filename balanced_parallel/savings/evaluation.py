@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from ..replicas.replicas import window
+from ..runtime import values
 
 
+@values.naming_arguments
 @contextmanager
 def inference(*modules: nn.Module) -> Iterator[None]:
     """Keeps no activations in this block, and puts modules in evaluation mode until its end.

@@ -14,7 +14,6 @@ returns the hidden states, and the model passes them on to its loss function in 
 
 import contextvars
 import functools
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
 from ..loss.rules import add_loss
-from ..runtime import torch_private
+from ..runtime import torch_private, values
 
 
 class LinearCrossEntropy(nn.Module):
@@ -45,8 +44,7 @@ class LinearCrossEntropy(nn.Module):
         in_features, bias, device, dtype: of the linear layer.
         num_classes: number of classes, such as the words of a vocabulary.
         weight, ignore_index, label_smoothing: as in ``nn.CrossEntropyLoss``.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. ``"none"`` computes the logits again in the
-            backward.
+        reduction: ``"mean"`` or ``"sum"``.
 
     Raises:
         ValueError: a setting is out of its range; at the call, targets do not fit the hidden
@@ -60,6 +58,7 @@ class LinearCrossEntropy(nn.Module):
         torch.Size([])
     """
 
+    @values.naming_arguments
     def __init__(
         self,
         in_features: int,
@@ -107,8 +106,10 @@ class LinearCrossEntropy(nn.Module):
 
 
 def _check_reduction(reduction: str) -> None:
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r}, expected 'mean', 'sum' or 'none'")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"reduction={reduction!r}, expected 'mean' or 'sum': for the losses of rows use nn.Linear and nn.CrossEntropyLoss"
+        )
 
 
 class Labels(NamedTuple):
@@ -154,15 +155,15 @@ def linear_cross_entropy(
         )
     labels = Labels(target.reshape(-1), weight, ignore_index, label_smoothing)
     hidden = input.reshape(-1, input.size(-1))
-    losses: Tensor = _Chunked.apply(
-        hidden, linear_weight, linear_bias, labels, reduction != "none", torch.is_grad_enabled()
+    total: Tensor = _Chunked.apply(
+        hidden, linear_weight, linear_bias, labels, torch.is_grad_enabled()
     )
-    if reduction != "mean":
-        return losses.view(target.shape) if reduction == "none" else losses
-    divisor = _weights_of_rows(labels, losses.dtype).sum()
+    if reduction == "sum":
+        return total
+    divisor = _weights_of_rows(labels, total.dtype).sum()
     # the mean is nan with gradients of zero if no target counts, as in F.cross_entropy
     counted = divisor != 0
-    return torch.where(counted, losses / torch.where(counted, divisor, 1), torch.nan)
+    return torch.where(counted, total / torch.where(counted, divisor, 1), torch.nan)
 
 
 def _weights_of_rows(labels: Labels, dtype: torch.dtype) -> Tensor:
@@ -180,39 +181,29 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Labels,
-        is_sum: bool,
         keeps_gradients: bool,
     ) -> Tensor:
         kind = hidden.device.type
         # Autocast leaves float64 as it is.
         autocasts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-        ctx.labels = labels
-        ctx.is_sum = is_sum
-        ctx.dtype = torch.get_autocast_dtype(kind) if autocasts else hidden.dtype
-        wanted = ctx.needs_input_grad[:3] if is_sum and keeps_gradients else (False,) * 3
-        losses, gradients = _run(hidden, weight, bias, labels, ctx.dtype, wanted, None)
-        ctx.save_for_backward(*(gradients if is_sum else (hidden, weight, bias)))
-        return losses.sum() if is_sum else losses
+        dtype = torch.get_autocast_dtype(kind) if autocasts else hidden.dtype
+        wanted = ctx.needs_input_grad[:3] if keeps_gradients else (False,) * 3
+        losses, gradients = _run(hidden, weight, bias, labels, dtype, wanted)
+        ctx.save_for_backward(*gradients)
+        return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "LinearCrossEntropy was given create_graph=True, but its backward has no graph: for second derivatives use "
                 "nn.Linear and nn.CrossEntropyLoss"
             )
-        (gradient,) = gradients
-        if ctx.is_sum:
-            multiply = torch.mul if torch_private.keeps_graph() else Tensor.mul_
-            computed = [
-                None if saved is None else multiply(saved, gradient) for saved in ctx.saved_tensors
-            ]
-        else:
-            hidden, weight, bias = ctx.saved_tensors
-            _, computed = _run(
-                hidden, weight, bias, ctx.labels, ctx.dtype, ctx.needs_input_grad[:3], gradient
-            )
-        return (*computed, None, None, None)
+        multiply = torch.mul if torch_private.keeps_graph() else Tensor.mul_
+        computed = [
+            None if saved is None else multiply(saved, gradient) for saved in ctx.saved_tensors
+        ]
+        return (*computed, None, None)
 
 
 def _run(
@@ -222,11 +213,8 @@ def _run(
     labels: Labels,
     dtype: torch.dtype,
     wanted: tuple[bool, ...],
-    factors: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns the losses of all rows, and the wanted gradients of their sum, in which each row may
-    have a factor.
-    """
+    """Returns the losses of all rows, and the wanted gradients of their sum."""
     wide = torch.promote_types(dtype, torch.float32)
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -235,13 +223,13 @@ def _run(
     with torch.autocast(hidden.device.type, enabled=False):
         weight_there = weight.to(dtype)
         bias_there = None if bias is None else bias.to(dtype)
-        for rows, chunk, target, factor in _chunks(hidden, weight, labels.target, factors):
+        for rows, chunk, target in _chunks(hidden, weight, labels.target):
             chunk = chunk.to(dtype)
             logits = F.linear(chunk, weight_there, bias_there).to(wide)
             _write(
                 losses,
                 rows,
-                _loss_and_gradient_(logits, labels._replace(target=target), any(wanted), factor),
+                _loss_and_gradient_(logits, labels._replace(target=target), any(wanted)),
             )
             gradient = logits.to(dtype)
             del logits  # It may be a wider copy of the gradient.
@@ -265,31 +253,22 @@ def _add_product_(total: Tensor, gradient: Tensor, chunk: Tensor) -> None:
         total += F.linear(gradient.t(), chunk.t())
 
 
-# rows, and their hidden states, targets and factors
-Chunks = Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]
+Chunks = Iterator[tuple[slice, Tensor, Tensor]]  # rows, and their hidden states and targets
 
 
-def _chunks(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None) -> Chunks:
+def _chunks(hidden: Tensor, weight: Tensor, target: Tensor) -> Chunks:
     size = rows_per_chunk(weight.size(1))
     for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
-        yield rows, hidden[rows], target[rows], None if factors is None else factors[rows]
+        yield rows, hidden[rows], target[rows]
 
 
 def _write(results: Tensor, rows: slice, values: Tensor) -> None:
     results[rows] = values
 
 
-def _loss_and_gradient_(
-    logits: Tensor,
-    labels: Labels,
-    makes_gradient: bool,
-    factors: Tensor | None,
-) -> Tensor:
-    """Returns the loss of each row.
-
-    Replaces ``logits`` by the gradient of their sum, weighted by ``factors``.
-    """
+def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool) -> Tensor:
+    """Returns the loss of each row. Replaces ``logits`` by the gradient of their sum."""
     ignored = labels.target == labels.ignore_index
     counts = (~ignored).to(logits.dtype)
     chosen = labels.target.masked_fill(ignored, 0).unsqueeze(1)
@@ -308,11 +287,10 @@ def _loss_and_gradient_(
     sums = logits.exp_().sum(1)
     losses += mass * sums.log()
     if makes_gradient:
-        scale = torch.ones_like(sums) if factors is None else factors
-        logits *= (mass / sums * scale).unsqueeze(1)
-        logits.scatter_add_(1, chosen, -(peaked * scale).unsqueeze(1))
+        logits *= (mass / sums).unsqueeze(1)
+        logits.scatter_add_(1, chosen, -peaked.unsqueeze(1))
         if uniform:
-            logits.addr_(uniform * counts * scale, class_weight, alpha=-1)
+            logits.addr_(uniform * counts, class_weight, alpha=-1)
     return losses.masked_fill_(ignored, 0)  # The losses of ignored rows may be nan.
 
 
@@ -353,10 +331,9 @@ def replace_lm_head(model: Any) -> None:
     name = kind.__name__
     if issubclass(kind, WithoutLogits):
         return
-    has_loss = isinstance(getattr(kind, "loss_function", None), property)
-    if not has_loss or "loss_function" not in inspect.unwrap(kind.forward).__code__.co_names:
+    if not isinstance(getattr(kind, "loss_function", None), property):
         raise TypeError(
-            f"{name}.forward does not call self.loss_function, expected a causal language model of transformers"
+            f"{name} has no loss_function, expected a causal language model of transformers"
         )
     _check_loss(model.loss_function, name)
     _change_heads(model, name)

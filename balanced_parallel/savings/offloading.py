@@ -35,9 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..runtime import torch_private
+from ..runtime import torch_private, values
 from ..runtime.devices import current_stream, on_device
-from ..runtime.values import parse_bytes
 
 AHEAD = 2
 
@@ -198,7 +197,7 @@ def offload_activations(*, min_bytes: int | str = "1MiB") -> Iterator[None]:
         >>> cluster.moved["sim:0", "cpu"]  # the input and the output of tanh, 4 MiB each
         8388608
     """
-    with Offload(parse_bytes(min_bytes), HOST.get()).surrounding():
+    with Offload(values.parse_bytes(min_bytes), HOST.get()).surrounding():
         yield
 
 

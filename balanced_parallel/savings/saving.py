@@ -75,12 +75,6 @@ class Savings:
             if saving.change_optimizer:
                 saving.change_optimizer(optimizer)
 
-    @property
-    def surround(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """The block around an update, or None."""
-        has_some = any(saving.surround for saving in self._savings)
-        return self.around_update if has_some else None
-
     @contextlib.contextmanager
     def around_update(self) -> Iterator[None]:
         """Applies those that surround an update."""

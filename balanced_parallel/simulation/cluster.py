@@ -34,8 +34,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.backend_registration import rename_privateuse1_backend
 
-from ..runtime import transport, values
-from ..runtime.torch_private import current_backward_id, leaves_of_tree, local_tensors
+from ..runtime import torch_private, transport, values
 from . import device_module
 from .compilation import LISTENER, load_native
 
@@ -49,8 +48,8 @@ _Numbers = tuple[
 _active = threading.Lock()
 _LEGEND = (
     "moved in, moved out: copies to and from this GPU since the start.\n"
-    "waits of the host: calls for which it would wait for this GPU, listed in cluster.waits. Those after the last update are in "
-    "a step more."
+    "waits of the host: calls for which it would wait for this GPU, in each of the last eight steps, listed in cluster.waits. "
+    "Those after the last update are in a step more."
 )
 
 
@@ -132,11 +131,6 @@ class Cluster:
         """
         return list(self._waits.record)
 
-    @property
-    def wait_count(self) -> int:
-        """Number of all these calls so far. Subtract two values to measure a section."""
-        return self._waits.counts.total()
-
     @contextmanager
     def forbidding_waits(self) -> Iterator[None]:
         """Returns a context manager that raises ``RuntimeError`` at a wait, with its file and line
@@ -196,7 +190,7 @@ class Cluster:
 
     def __str__(self) -> str:
         """Returns a table with one row per device: bytes now, at the peak, by category, and moved;
-        and the waits in each step.
+        and the waits in each of the last steps.
         """
         return f"{self._table('simple')}\n\n{_LEGEND}"
 
@@ -214,13 +208,13 @@ class Cluster:
             into = sum(count for (_, target), count in moved.items() if target == device)
             out = sum(count for (source, _), count in moved.items() if source == device)
             counts = [self.live[index], self.peak[index], *parts.values(), into, out]
-            waits = describe_steps(self._waits.per_step(self.devices[index]))
+            waits = self._waits.per_step(self.devices[index])
             rows.append(
                 [
                     device,
                     "no limit" if memory is None else values.format_bytes(memory),
                     *map(values.format_bytes, counts),
-                    waits,
+                    ", ".join(map(str, waits)),
                 ]
             )
         headers = [
@@ -273,7 +267,7 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Sim
     Simulated devices behave like GPUs in placement, memory and traffic. torch treats them as its
     accelerator: ``DataParallelModel(net)``, ``torch.accelerator`` and ``torch.nn.DataParallel``
     find them. Results are bitwise equal to those of the CPU. Under torchrun, each rank has its own
-    cluster. On first use a C++ extension is compiled, in about fifteen seconds.
+    cluster. On first use a C++ extension is compiled, in less than a minute.
 
     Streams are checked: it is an error to use or free memory on a stream that has not waited for
     another stream that uses it. Speed, workspaces inside a kernel (such as cuDNN's), fragmentation
@@ -419,7 +413,6 @@ def _comm_for_simulated_devices(labels: "MemoryLabels") -> Iterator[None]:
     """
     functions: dict[str, Any] = {
         "_broadcast_coalesced": functools.partial(_broadcast_coalesced, labels),
-        "_broadcast": lambda tensor, devices: [tensor.to(f"sim:{device}") for device in devices],
         "_scatter": _scatter,
         "_gather": _gather,
     }
@@ -489,7 +482,7 @@ class MemoryLabels:
 
         Other values are ignored.
         """
-        for local in local_tensors(tensors):
+        for local in torch_private.local_tensors(tensors):
             if (
                 isinstance(local, Tensor)
                 and local.device.type == "sim"
@@ -521,7 +514,9 @@ class MemoryLabels:
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.native.simulation_in_optimizer(False)
         self._has_updated = True
-        self.label(leaves_of_tree(list(optimizer.state.values())), Category.OPTIMIZER_STATE)
+        self.label(
+            torch_private.leaves_of_tree(list(optimizer.state.values())), Category.OPTIMIZER_STATE
+        )
 
 
 MAX_WAITS = 10_000  # Older waits are dropped; these take about 3 MB.
@@ -574,15 +569,15 @@ class Waits:
 
     def __init__(self, labels: MemoryLabels) -> None:
         self.record = deque[Wait](maxlen=MAX_WAITS)
-        self.counts = Counter[tuple[torch.device, int]]()  # Keys are devices and steps.
-        self._lock = threading.Lock()
         self._labels = labels  # Labels know the number of finished steps.
         self._forbidding_blocks = 0
         self.listener = LISTENER(self._note)
 
     def per_step(self, device: torch.device) -> list[int]:
-        """Returns the number of waits for a device in each step."""
-        return [self.counts[device, step] for step in range(1, self._labels.steps + 2)]
+        """Returns the number of waits for a device in each of the last eight steps."""
+        steps = [wait.step for wait in [*self.record] if wait.device == device]
+        last = self._labels.steps + 1
+        return [steps.count(step) for step in range(max(1, last - 7), last + 1)]
 
     @contextmanager
     def forbidding(self) -> Iterator[None]:
@@ -600,9 +595,7 @@ class Waits:
             *_caller(inspect.currentframe()),
             self._labels.steps + 1,
         )
-        with self._lock:
-            self.record.append(wait)
-            self.counts[wait.device, wait.step] += 1
+        self.record.append(wait)
         if self._forbidding_blocks:
             reason = (
                 f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}"
@@ -617,22 +610,10 @@ def _caller(frame: FrameType | None) -> tuple[str, int]:
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
     if frame is None:
-        return "a thread without Python code" if current_backward_id() is None else "backward", 0
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def describe_steps(numbers: list[int]) -> str:
-    """Formats the number of waits in each step, the last four runs of equal ones at most: ``step 1:
-    41, steps 2-20: 5 each``.
-    """
-    if not any(numbers):
-        return "none"
-    texts = []
-    first = 1
-    for number, run in itertools.groupby(numbers):
-        last = first + len(list(run)) - 1
-        texts.append(
-            f"step {first}: {number}" if first == last else f"steps {first}-{last}: {number} each"
+        return (
+            "a thread without Python code"
+            if torch_private.current_backward_id() is None
+            else "backward",
+            0,
         )
-        first = last + 1
-    return ", ".join(texts if len(texts) < 5 else ["...", *texts[-4:]])
+    return frame.f_code.co_filename, frame.f_lineno

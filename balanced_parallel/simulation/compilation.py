@@ -10,7 +10,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL, CFUNCTYPE, POINTER, c_bool, c_char_p, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
@@ -21,11 +20,17 @@ TORCH = Path(torch.__file__).parent
 # Arguments: device, kind, and a buffer of some size for the message of an error. An empty message
 # allows the wait.
 LISTENER = CFUNCTYPE(None, c_int, c_char_p, c_void_p, c_int)
-# Parsing torch's headers takes most of the time. Two translation units, compiled in parallel, parse
-# them twice only.
-UNITS = (
-    ("waits", "streams", "ledger", "device", "storage", "composites", "operators"),
-    ("autocast", "collectives"),
+# One translation unit: parsing torch's headers takes most of the time.
+UNIT = (
+    "waits",
+    "streams",
+    "ledger",
+    "device",
+    "storage",
+    "composites",
+    "operators",
+    "autocast",
+    "collectives",
 )
 # Types of the arguments that ctypes would not guess, and the functions that return a number of
 # bytes or of calls.
@@ -133,30 +138,18 @@ def build(path: Path) -> None:
         f"-I{include / 'torch/csrc/api/include'}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     ]
+    source = "".join(f'#include "{name}.cpp"\n' for name in UNIT)
+    libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        objects = [f"{scratch}/{index}.o" for index in range(len(UNITS))]
-        sources = ["".join(f'#include "{name}.cpp"\n' for name in unit) for unit in UNITS]
-        commands = [[compiler, *flags, "-x", "c++", "-c", "-", "-o", output] for output in objects]
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(run_compiler, commands, sources))
-        linked = f"{scratch}/simulation.so"
+        library = f"{scratch}/simulation.so"
         run_compiler(
-            [
-                compiler,
-                "-shared",
-                *objects,
-                f"-L{TORCH / 'lib'}",
-                "-lc10",
-                "-ltorch_cpu",
-                "-o",
-                linked,
-            ]
+            [compiler, *flags, "-shared", "-x", "c++", "-", *libraries, "-o", library], source
         )
-        os.chmod(linked, 0o700)
-        os.replace(linked, path)
+        os.chmod(library, 0o700)
+        os.replace(library, path)
 
 
-def run_compiler(command: list[str], source: str = "") -> None:
+def run_compiler(command: list[str], source: str) -> None:
     """Runs a compiler. If it fails, ``RuntimeError`` has its errors."""
     result = subprocess.run(command, input=source, capture_output=True, text=True)
     if result.returncode:

@@ -43,8 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..runtime import collectives, values
-from ..runtime.torch_private import checkpoint_threads
+from ..runtime import collectives, torch_private, values
 from .state import (
     TreePath,
     check_same_tensors,
@@ -221,7 +220,7 @@ class Checkpoints(values.SaysInstead):
 
         Raises ``OSError`` if it has failed; otherwise the end of the program does.
         """
-        for thread in checkpoint_threads():  # Ctrl-C may have interrupted its save().
+        for thread in torch_private.checkpoint_threads():  # Ctrl-C may have interrupted its save().
             thread.join()
         if self._writing is None:
             return

@@ -20,11 +20,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..optim.balanced import BalancedOptimizer
-from ..runtime import collectives
+from ..runtime import collectives, torch_private, values
 from ..runtime.devices import is_accelerator, on_device
 from ..runtime.random_numbers import generator_states, set_generators
-from ..runtime.torch_private import is_sharded, uncompiled_name
-from ..runtime.values import check_type
 from ..training.settings import TrainedObjects, names_by_group
 
 _REMEDY = "build model and optimizer as they were when the state was saved"
@@ -94,7 +92,9 @@ class TrainedState(TrainedObjects):
 
         ``others`` are entries that the step has itself.
         """
-        check_type("state_dict", state_dict, Mapping, "what a TrainStep's state_dict() returns")
+        values.check_type(
+            "state_dict", state_dict, Mapping, "what a TrainStep's state_dict() returns"
+        )
         if missing := (_ENTRIES | others) - state_dict.keys():
             raise ValueError(
                 f"the state lacks {', '.join(sorted(missing))}, expected what a TrainStep's state_dict() returns"
@@ -118,9 +118,12 @@ class TrainedState(TrainedObjects):
         ranks; otherwise None.
         """
         shaped = self.model.module.state_dict()
-        shaped |= {uncompiled_name(name): parameter for name, parameter in self.trained.items()}
+        shaped |= {
+            torch_private.uncompiled_name(name): parameter
+            for name, parameter in self.trained.items()
+        }
         like = next((shaped[name] for name in path if name in shaped), None)
-        if is_sharded(like) and like.shape == size:
+        if torch_private.is_sharded(like) and like.shape == size:
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return None
 
@@ -135,7 +138,7 @@ class TrainedState(TrainedObjects):
         """Returns the digest of the parameters. Every rank calls this."""
         lines = []
         for key, stored in self.parameters().items():
-            whole = stored.full_tensor() if is_sharded(stored) else stored
+            whole = stored.full_tensor() if torch_private.is_sharded(stored) else stored
             lines.append(describe_bits(key, whole))
         return digest_lines(lines)
 
@@ -168,14 +171,14 @@ def parameters_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tens
     A buffer that requires a gradient is learned as a parameter is.
     """
     buffers = {
-        uncompiled_name(name)
+        torch_private.uncompiled_name(name)
         for name, buffer in module.named_buffers(remove_duplicate=False)
         if not buffer.requires_grad
     }
     return {
         name: value
         for name, value in state.items()
-        if isinstance(value, Tensor) and uncompiled_name(name) not in buffers
+        if isinstance(value, Tensor) and torch_private.uncompiled_name(name) not in buffers
     }
 
 
@@ -185,7 +188,7 @@ def describe_bits(key: str, stored: Tensor) -> str:
     """
     bits = stored.cpu().contiguous().reshape(-1).view(torch.uint8)
     digest = hashlib.sha256(bits.numpy().data).hexdigest()
-    return f"{uncompiled_name(key)} {stored.dtype} {list(stored.shape)} {digest}"
+    return f"{torch_private.uncompiled_name(key)} {stored.dtype} {list(stored.shape)} {digest}"
 
 
 def digest_lines(lines: Iterable[str]) -> str:
@@ -256,7 +259,6 @@ def class_name(optimizer: Any) -> str:
 
 TreePath = tuple[Any, ...]
 _PLAIN = (str, bool, int, float, type(None))
-_SEQUENCES = {kind.__name__: kind for kind in (tuple, torch.Size)}
 # MultiStepLR has a Counter
 _MAPPINGS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}
 
@@ -276,28 +278,24 @@ def _encode(value: Any, path: TreePath, tensors: dict[str, Tensor]) -> Any:
 
     A list is a list, other containers and tensors are a dictionary with their kind as its key.
     """
+    if isinstance(value, np.generic):
+        value = value.item()  # a number of Python
     kind = type(value)
-    name = type(value).__name__
+    name = kind.__name__
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
         stored = tensors[tensor_key(path)] = _stored(value, path)
         return {"tensor": [path, stored.shape, str(stored.dtype)[6:], str(value.dtype)[6:]]}
-    if kind in (list, *_SEQUENCES.values()):
+    if kind in (list, tuple):
         entries = [
             _encode(entry, (*path, str(index)), tensors) for index, entry in enumerate(value)
         ]
-        return entries if isinstance(value, list) else {name: entries}
+        return entries if kind is list else {name: entries}
     if kind in _MAPPINGS.values() and all(type(key) in _PLAIN for key in value):
         return {
             name: [[key, _encode(entry, (*path, key), tensors)] for key, entry in value.items()]
         }
-    if (
-        isinstance(value, np.generic)
-        and value.dtype.kind in "biuf"
-        and type(value.item()) in _PLAIN
-    ):
-        return {"numpy": [value.dtype.name, value.item()]}
     raise TypeError(
         f"{tensor_key(path)} is a {name}, expected tensors, numbers, strings, and lists, tuples and dictionaries of them, with "
         "keys that are numbers or strings: a checkpoint has no pickled objects"
@@ -334,10 +332,8 @@ def join_tensors(tree: Any, find: Callable[[TreePath, torch.Size, torch.dtype], 
         if stored_dtype == dtype:
             return stored
         return torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
-    if kind == "numpy":
-        return np.dtype(value[0]).type(value[1])
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind](join_tensors(entry, find) for entry in value)
+    if kind == "tuple":
+        return tuple(join_tensors(entry, find) for entry in value)
     return _MAPPINGS[kind]({key: join_tensors(entry, find) for key, entry in value})
 
 

@@ -24,7 +24,7 @@ from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.rows import ParallelModel, Shard, count_rows, move_arguments, move_leaves, take
 from ..loss.criterion import DataParallelCriterion
-from ..loss.means import SumName, compare_names, digest_names
+from ..loss.names import SumName, compare_names, digest_names
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others

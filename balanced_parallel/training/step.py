@@ -25,7 +25,7 @@ from ..batch.rows import Batch, Cut, ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans, merge_logged
 from ..loss.kinds import Kind
-from ..loss.means import ChangedLossError
+from ..loss.names import ChangedLossError
 from ..loss.validation import SEVERAL
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import window
@@ -339,7 +339,6 @@ class TrainStep(SaysInstead):
             inputs,
             targets,
             self._forwards.mark,
-            self.model.module.forward,
             unit=self._limit.unit,
             is_strict=not self._is_auto,
         )

@@ -44,7 +44,7 @@ from ..loss.copies import Calls
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind, OneCount
-from ..loss.means import SumName, compare_names
+from ..loss.names import SumName, compare_names
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure
@@ -357,8 +357,6 @@ class Accumulation(Attempt):
         """Runs forward and backward of each micro-batch."""
         plan = self.plan(run)  # the targets to count are known after it
         kind = self.kind.of_batch(run.batch.counted_targets, is_whole=run.is_whole)
-        if run.batch.pads:
-            run.batch.check_weight(lambda *targets: kind.weight_of(targets))
         is_only = run.is_whole and len(plan) == 1 and not self._has_kind
         compute = kind.sums_of_only if is_only and isinstance(kind, OneCount) else kind.sums
         self._has_kind = True

@@ -81,7 +81,7 @@ def test_gather_along_another_dimension_and_with_empty_shards():
         (
             [{"a": torch.zeros(1)}, {"b": torch.zeros(1)}],
             ValueError,
-            r"the structures differ at output: dict with entries \['a'\]",
+            r"the structures differ at output: output\['a'\] in the first, output\['b'\] in number 1",
         ),
         ([(torch.zeros(1),), (torch.zeros(1), 2)], ValueError, "the structures differ"),
     ],

@@ -19,7 +19,7 @@ from balanced_parallel.batch.plan import equal_rows
 
 
 @pytest.mark.parametrize(
-    "split", [[0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 2, 3], [3, 0.5, 1], "memory"]
+    "split", [[1, 0, 1], [1, 0, 0], [0.01, 0, 1], [1, 2, 3], [3, 0.5, 1], "memory"]
 )
 def test_every_split_equals_the_plain_program(double, split):
     net = build_net()

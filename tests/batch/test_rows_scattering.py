@@ -123,7 +123,7 @@ def test_split_by_weights_skips_devices_of_weight_zero():
         6,
         2,
     ]
-    for split in ([1], [1, -1, 1], [0, 0, 0], "memory", [1, float("nan"), 1]):
+    for split in ([1], [1, -1, 1], [0, 0, 0], [0, 1, 1], "memory", [1, float("nan"), 1]):
         with pytest.raises(ValueError, match="split=.*expected None or one weight per device"):
             scatter(torch.zeros(8, 1), ["cpu"] * 3, split=split)
 
@@ -163,7 +163,8 @@ def test_an_empty_list_goes_to_every_replica():
             assert hints == extra["hints"] == []
             return super().forward(x)
 
-    net, x = Hints(2, 3), torch.randn(7, 2)
+    net = Hints(2, 3)
+    x = torch.randn(7, 2)
     model = DataParallelModel(net, CPUS)
     assert_close(gather(model(x, [], extra={"hints": []})), net(x, [], extra={"hints": []}))
 
@@ -171,7 +172,8 @@ def test_an_empty_list_goes_to_every_replica():
         lambda output, target, names: torch.nn.functional.mse_loss(output, target) + len(names)
     )
     optimizer = sgd(net)
-    step, target = TrainStep(model, criterion, optimizer, micro_batch_size=1), torch.randn(7, 3)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=1)
+    target = torch.randn(7, 3)
     expected = torch.nn.functional.mse_loss(net(x, [], extra={"hints": []}), target).detach()
     assert_close(step({"x": x, "hints": [], "extra": {"hints": []}}, (target, [])), expected)
 
@@ -198,7 +200,8 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_tuple_with_a_value_for_each_row_is_an_error(place, kind):
     """``tuple(zip(*samples))`` makes it. It went whole to every replica."""
-    x, numbers = torch.zeros(5, 2), SCALARS[kind]
+    x = torch.zeros(5, 2)
+    numbers = SCALARS[kind]
     message = (
         place
         + r" is a tuple of 5 entries .*: each entry may be a row, .* Rows\(\.\.\.\) .* Whole\(\.\.\.\)"
@@ -218,11 +221,9 @@ class Scaled(torch.nn.Linear):
 
 
 def test_values_of_rows_are_errors_in_keyword_arguments_and_targets():
-    x, labels, numbers = (
-        torch.zeros(5, 2),
-        torch.zeros(5, dtype=torch.long),
-        (0.1, 0.2, 0.3, 0.4, 0.5),
-    )
+    x = torch.zeros(5, 2)
+    labels = torch.zeros(5, dtype=torch.long)
+    numbers = (0.1, 0.2, 0.3, 0.4, 0.5)
     model = DataParallelModel(Scaled(2, 3), CPUS)
     with pytest.raises(
         ValueError, match=r"kwargs\['numbers'\] is a tuple of 5 entries .* float 0\.1"

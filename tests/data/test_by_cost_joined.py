@@ -32,7 +32,8 @@ from balanced_parallel import (
 )
 
 LENGTHS = [9, 3, 4, 2, 3, 7, 5, 12, 1]
-WORDS, TAGS = 37, 5
+WORDS = 37
+TAGS = 5
 
 
 def make_samples(lengths=LENGTHS):

@@ -21,7 +21,6 @@ from helpers.unequal import (
     assert_same_rows,
     build,
     length_of,
-    lengths_of,
     make_samples,
     make_step,
     pad,
@@ -35,11 +34,9 @@ from torch.utils.data import default_collate
 
 from balanced_parallel import (
     AdditiveLoss,
-    ByCost,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
-    Whole,
     simulate,
 )
 
@@ -89,8 +86,6 @@ def test_default_collate(double):
 
 
 SAMPLES = {"cost": length_of, "collate": pad}
-PADDED = {"cost": lengths_of, "trim": 1}
-NAMED = {"cost": lengths_of, "trim": {"words": 1, "targets": 1}}
 LIMITS = [{}, {"micro_batch_size": 2}, {"limit": 30}, {"limit": 31, "combine": sum}]
 
 
@@ -102,24 +97,14 @@ def assert_as_plain(loss, net, samples, kind=Transformer):
     return outputs
 
 
-def run(step, samples, **settings):
-    """Calls the step with samples, or with the padded batch."""
-    return (
-        step(samples, **settings)
-        if step.cut.collate is not None
-        else step(*pad(samples), **settings)
-    )
-
-
 @pytest.mark.parametrize("kind", [Transformer, Recurrent])
-@pytest.mark.parametrize("settings", [SAMPLES, PADDED, NAMED], ids=["samples", "padded", "named"])
 @pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
-def test_equal_to_the_whole_padded_batch(double, kind, settings, devices):
+def test_equal_to_the_whole_padded_batch(double, kind, devices):
     samples = make_samples()
     for limit in LIMITS:
         net = build(kind)
-        step = make_step(net, ["cpu"] * devices, **settings, **limit)
-        loss, outputs = run(step, samples, return_outputs=True)
+        step = make_step(net, ["cpu"] * devices, **SAMPLES, **limit)
+        loss, outputs = step(samples, return_outputs=True)
         assert_same_rows(outputs.gather(), assert_as_plain(loss, net, samples, kind), samples)
         assert max(output.size(2) for output in outputs) == max(LENGTHS)
         assert (
@@ -225,16 +210,15 @@ def test_a_run_goes_on_from_its_state(double):
     )
 
 
-@pytest.mark.parametrize("settings", [SAMPLES, PADDED], ids=["samples", "padded"])
-def test_nothing_waits_for_a_device(settings):
+def test_nothing_waits_for_a_device():
     samples = make_samples()
     with simulate(3) as cluster:
-        step = make_step(build(), range(3), **settings, micro_batch_size=2)
-        run(step, samples)
+        step = make_step(build(), range(3), **SAMPLES, micro_batch_size=2)
+        step(samples)
         with cluster.forbidding_waits():
             for _ in range(3):
-                run(step, samples)
-                _, outputs = run(step, samples, return_outputs=True)
+                step(samples)
+                _, outputs = step(samples, return_outputs=True)
                 outputs.gather()
 
 
@@ -270,6 +254,7 @@ def test_bad_costs_and_collates_are_one_clear_error():
         "the cost of row 1 is -14, expected a finite number that is not negative",
         cost=lambda sample: 3 - length_of(sample),
     )
+    refuses("the cost of row 0 is None, expected a finite number", cost=lambda sample: None)
     refuses(
         "collate was given 1 samples and returned inputs with 2 rows, expected one for each",
         collate=lambda some: pad([*some, samples[0]]),
@@ -301,36 +286,15 @@ def test_unequal_devices_are_refused():
         step(make_samples())
 
 
-def test_bad_lengths_of_padded_batches_are_one_clear_error():
-    inputs, tags = pad(make_samples())
-
-    def refuses(message, targets=tags, **settings):
-        with pytest.raises(ValueError, match=message):
-            make_step(build(), **{**PADDED, **settings})(inputs, targets)
-
-    refuses("cost= returned 3 costs for 11 rows", cost=lambda inputs: [1, 2, 3])
-    refuses(
-        "the cost of row 0 is 1.5, expected a number of entries, at most 30",
-        cost=lambda inputs: [1.5] * 11,
-    )
-    refuses(
-        "the cost of row 0 is 31, expected a number of entries, at most 30",
-        cost=lambda inputs: [31] * 11,
-    )
-    refuses("trim= names mask, expected some of words, lengths, targets", trim={"mask": 1})
-    refuses("the targets have 330 rows and the inputs 11", targets=tags.flatten())
-    refuses(
-        "the criterion counts 330 targets, but [0-9]+ of them within the lengths",
-        targets=tags.clamp(min=0),
-    )
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"cut": len}, "cut=.*, expected ByCost"),
         ({"cost": 3}, "cost=3, expected a function"),
-        ({**SAMPLES, "trim": 1}, "collate= and trim= were given"),
+        (
+            {"cost": length_of, "collate": None},
+            "collate=None, expected a function that makes a batch",
+        ),
         ({**SAMPLES, "limit": 0}, "limit=0, expected a positive number"),
         (
             {**SAMPLES, "limit": 9, "micro_batch_size": 2},
@@ -398,27 +362,3 @@ def test_ranks_cut_their_own_samples(rank, strategy, settings, parts):
         optimizer.step()
     found = [whole(parameter).detach() for parameter in sharded.parameters()]
     assert_equal(found, values_of(net))
-
-
-class Biased(nn.Module):
-    """Adds a bias of each position, which all rows share."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(10, 4)
-
-    def forward(self, words, bias):
-        return (self.words(words).sum(-1) + bias) * (words > 0)
-
-
-def test_an_input_that_every_replica_gets_whole_stays_whole_where_it_is_trimmed():
-    """The bias was cut to the rows of a shard: an index was out of range."""
-    net = Biased()
-    model = DataParallelModel(net, ["cpu"] * 2)
-    criterion = DataParallelCriterion(lambda output: output.sum(), reduction="sum")
-    cut = ByCost(lambda inputs: (inputs[0] > 0).sum(1), trim=1, limit=8)
-    words = torch.tensor([[1, 2, 3, 4, 5], [1, 0, 0, 0, 0], [2, 3, 0, 0, 0]])
-    bias = torch.arange(5.0)[None]
-    expected = net(words, bias).sum()
-    loss = TrainStep(model, criterion, sgd(net), cut=cut)((words, Whole(bias)))
-    torch.testing.assert_close(loss, expected.detach())

@@ -87,18 +87,6 @@ def test_shards_of_at_most_so_many_rows() -> None:
         cut_by_cost([8, 1, 1, 1, 1], 2, most_rows=2)
 
 
-def test_what_runs_last_is_small() -> None:
-    costs = [9, 4, 3, 3, 2, 2, 1, 1]
-    assert cut_by_cost(costs, 6) == [[0], [1], [2], [3], [4, 5], [6, 7]]
-    assert cut_by_cost(costs, 6, together=3) == [
-        [0],
-        [1, 2],
-        [3, 4, 5],
-        [6],
-        [7],
-    ]  # 9 + 1 in place of 9 + 4
-
-
 @pytest.mark.parametrize(
     "combine", [None, sum, lambda costs: sum(costs)], ids=["padded", "sum", "own"]
 )

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from balanced_parallel import BalancedBatchSampler, RankBatchSampler, TrainStep, parallelize
 from balanced_parallel.runtime import collectives
 
-ROWS, SIZE = range(23), 5
+ROWS = range(23)
+SIZE = 5
 NUMBERS = random.Random(0)
 LENGTHS = [int(NUMBERS.lognormvariate(3, 1)) + 1 for _ in range(150)]
 
@@ -45,12 +46,11 @@ def effective_batches(samplers):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_any_number_of_ranks_has_the_same_batches_without_padding_or_repeated_rows(ranks):
-    one, several = make_samplers(1), make_samplers(ranks)
-    plain, alone, balanced = (
-        [RankBatchSampler(LENGTHS, 64, seed=0, rank=0, ranks=1)],
-        make_balanced_samplers(1),
-        make_balanced_samplers(ranks),
-    )
+    one = make_samplers(1)
+    several = make_samplers(ranks)
+    plain = [RankBatchSampler(LENGTHS, 64, seed=0, rank=0, ranks=1)]
+    alone = make_balanced_samplers(1)
+    balanced = make_balanced_samplers(ranks)
     for epoch in range(3):
         assert {sampler.epoch for sampler in several + balanced} == {epoch}
         batches = effective_batches(several)
@@ -81,7 +81,9 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 def test_a_position_continues_with_another_number_of_ranks_and_sampler(done, make):
     rows = ROWS if make is make_samplers else LENGTHS
     size = SIZE if make is make_samplers else 64
-    whole, before, after = make(1), RankBatchSampler(rows, size, seed=0, rank=0, ranks=3), make(2)
+    whole = make(1)
+    before = RankBatchSampler(rows, size, seed=0, rank=0, ranks=3)
+    after = make(2)
     expected = effective_batches(whole) + effective_batches(whole)
     for _ in range(done):
         before.advance()
@@ -204,7 +206,8 @@ def test_invalid_costs_raise_an_error(cost):
 
 
 def losses_of(rank):
-    net, targets = build_net().double(), class_targets(20, ignored=6)
+    net = build_net().double()
+    targets = class_targets(20, ignored=6)
     inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double()
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
     step = TrainStep(model, criterion, sgd(model, lr=0.5))

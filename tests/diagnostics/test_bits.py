@@ -22,7 +22,8 @@ SYSTEM = random.SystemRandom()
 
 
 def compare(model, criterion=None, rows=7, device_ids=("cpu",), **settings):
-    inputs, targets = torch.randn(rows, 4), class_targets(rows, 2)
+    inputs = torch.randn(rows, 4)
+    targets = class_targets(rows, 2)
     return verify(
         model,
         criterion or nn.CrossEntropyLoss(),
@@ -39,11 +40,9 @@ class Block(nn.Module):
 
     def __init__(self, inner=None):
         super().__init__()
-        self.layer, self.dropout, self.inner = (
-            nn.Linear(6, 6),
-            nn.Dropout(0.3),
-            inner or nn.Identity(),
-        )
+        self.layer = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.3)
+        self.inner = inner or nn.Identity()
 
     def forward(self, x):
         return x + self.inner(self.dropout(self.layer(x).relu()))
@@ -52,7 +51,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self, inner=None):
         super().__init__()
-        self.begin, self.end = nn.Linear(4, 6), nn.Linear(6, 5)
+        self.begin = nn.Linear(4, 6)
+        self.end = nn.Linear(6, 5)
         self.blocks = nn.ModuleList([Block(), Block(inner), Block()])
 
     def forward(self, x):
@@ -124,7 +124,8 @@ class Between(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
 
     def forward(self, x):
         return self.second(RandomBackward.apply(self.first(x)))
@@ -214,7 +215,8 @@ def test_a_part_in_a_checkpoint_is_named(reentrant):
 class LossWithLayer(nn.Module):
     def __init__(self, part):
         super().__init__()
-        self.layer, self.part = nn.Linear(5, 5), part
+        self.layer = nn.Linear(5, 5)
+        self.part = part
 
     def forward(self, output, target):
         return F.cross_entropy(self.part(self.layer(output)), target)
@@ -243,10 +245,12 @@ class Several(nn.Module):
 
     def __init__(self, part=None):
         super().__init__()
-        self.embed, self.part = nn.Embedding(11, 8), part or nn.Identity()
+        self.embed = nn.Embedding(11, 8)
+        self.part = part or nn.Identity()
         self.lstm = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)
         self.attention = nn.TransformerEncoderLayer(8, 2, 12, 0.1, batch_first=True)
-        self.convolution, self.norm = nn.Conv1d(8, 8, 3), nn.GroupNorm(2, 8)
+        self.convolution = nn.Conv1d(8, 8, 3)
+        self.norm = nn.GroupNorm(2, 8)
 
     def forward(self, ids):
         x = self.attention(self.lstm(self.embed(ids))[0])
@@ -257,7 +261,8 @@ class Several(nn.Module):
 
 
 def compare_several(part, device_ids, rows=7):
-    ids, targets = torch.randint(11, (rows, 6)), torch.randint(11, (rows,))
+    ids = torch.randint(11, (rows, 6))
+    targets = torch.randint(11, (rows,))
     model = Several(part)
     settings = {"device_ids": device_ids, "micro_batch_size": 2, "reproducible": "bits"}
     return verify(
@@ -287,20 +292,25 @@ def test_new_memory_is_not_named():
 
 
 class CountsCalls(nn.Module):
-    """A part with state that each replica has for itself."""
+    """A part with state that each replica has for itself: a tensor in an attribute, not a number."""
 
-    def __init__(self):
+    def __init__(self, start):
         super().__init__()
-        self.calls = 0
+        self.calls = start
 
     def forward(self, x):
-        self.calls += 1
+        self.calls = self.calls + 1
         return x * (1 + 1e-3 * self.calls)
 
 
+def test_a_number_in_an_attribute_advances_once_in_any_layout():
+    for devices in (["cpu"], CPUS):
+        assert compare(Net(CountsCalls(0)), device_ids=devices, micro_batch_size=2).equal
+
+
 def test_a_layout_that_differs_has_its_first_module():
-    assert compare(Net(CountsCalls()), micro_batch_size=2).equal
-    report = compare(Net(CountsCalls()), device_ids=CPUS, micro_batch_size=2)
+    assert compare(Net(CountsCalls(torch.zeros(()))), micro_batch_size=2).equal
+    report = compare(Net(CountsCalls(torch.zeros(()))), device_ids=CPUS, micro_batch_size=2)
     place = (
         "output of blocks.1.inner (CountsCalls); equal up to output of blocks.1.dropout (Dropout)"
     )
@@ -316,7 +326,7 @@ def test_a_layout_that_differs_has_its_first_module():
 def test_threads_of_devices_are_recorded():
     with simulate(devices=3):
         assert compare(Net(), device_ids=None, micro_batch_size=2).equal
-        counting = compare(Net(CountsCalls()), device_ids=None, micro_batch_size=2)
+        counting = compare(Net(CountsCalls(torch.zeros(()))), device_ids=None, micro_batch_size=2)
         backward = compare(Net(OnlyGradient()), device_ids=None, micro_batch_size=2)
     assert counting.first_difference.startswith("output of blocks.1.inner (CountsCalls)")
     assert backward.first_difference.endswith(AFTER_INNER)
@@ -382,12 +392,10 @@ def test_state_is_compared():
 
 
 def test_the_own_program_stays_as_it_is():
-    net, inputs, targets, before = (
-        Net(PythonRandom()),
-        torch.randn(7, 4),
-        class_targets(7),
-        torch.get_rng_state(),
-    )
+    net = Net(PythonRandom())
+    inputs = torch.randn(7, 4)
+    targets = class_targets(7)
+    before = torch.get_rng_state()
     assert not verify(
         net,
         nn.CrossEntropyLoss(),

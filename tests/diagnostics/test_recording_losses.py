@@ -34,7 +34,10 @@ def reasons_of(criterion, rows=9, targets=None, **settings):
     "criterion", [contrastive_loss, lambda output, target: contrastive_loss(output, target)]
 )
 def test_a_loss_that_couples_rows_is_reported_as_a_reason(criterion, rows):
-    assert reasons_of(criterion, rows) == (REASON,)
+    """Without ``weight=`` it is refused, as a step does."""
+    assert reasons_of(criterion, rows, weight="rows") == (REASON,)
+    with pytest.raises((TypeError, ValueError), match=r"depend on each other.*whole=True"):
+        reasons_of(criterion, rows)
 
 
 # Losses that are sums, or means over something other than rows
@@ -105,7 +108,7 @@ def test_reasons_are_found_with_rows_in_dimension_1():
     def total(output, target):
         return flat_loss(output, target) * target.numel()
 
-    report = verify(net, total, inputs, targets, device_ids=CPUS, dim=1)
+    report = verify(net, total, inputs, targets, device_ids=CPUS, dim=1, weight="rows")
     assert report.first_difference is None
     assert report.reasons == (REASON,)
 
@@ -116,7 +119,7 @@ def test_errors_of_a_criterion_on_parts_are_a_reason():
             raise ZeroDivisionError("too few rows")
         return contrastive_loss(output, target)
 
-    assert reasons_of(picky) == (REASON,)
+    assert reasons_of(picky, weight="rows") == (REASON,)
 
 
 # Reasons that would be false
@@ -126,7 +129,9 @@ def test_errors_of_a_criterion_on_parts_are_a_reason():
     ("dtype", "tolerance"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6), (torch.float32, 1e-9)]
 )
 def test_rounding_of_the_dtype_is_the_only_reason(dtype, tolerance):
-    net, inputs, targets = build_net().to(dtype), torch.randn(64, 4).to(dtype), class_targets(64)
+    net = build_net().to(dtype)
+    inputs = torch.randn(64, 4).to(dtype)
+    targets = class_targets(64)
     report = verify(
         net,
         lambda output, target: F.cross_entropy(output, target),
@@ -144,7 +149,8 @@ def test_rounding_of_the_dtype_is_the_only_reason(dtype, tolerance):
 
 def test_a_wrong_mean_has_no_reason_in_half_precision():
     """The errors of parts are within the tolerance, and the report says to compare in float64."""
-    inputs, targets = torch.randn(64, 4), torch.tensor([0, 0, 0, 2] * 8 + [2, 3, 2, 0] * 8)
+    inputs = torch.randn(64, 4)
+    targets = torch.tensor([0, 0, 0, 2] * 8 + [2, 3, 2, 0] * 8)
     wrong = DataParallelCriterion(mean_of_few, weight="rows")
     report = verify(build_net().bfloat16(), wrong, inputs.bfloat16(), targets, device_ids=CPUS)
     assert not report.equal
@@ -193,7 +199,6 @@ def test_a_loss_of_several_splits_is_refused_or_named():
         )
     program = torch.randn(18, 4), class_targets(6).repeat(3)
     for loss, settings in (
-        (JsdCrossEntropy(), {}),
         (JsdCrossEntropy(), {"weight": "rows"}),
         (Splits(), {"weight": "rows"}),
     ):

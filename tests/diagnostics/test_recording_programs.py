@@ -14,7 +14,8 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 def test_the_relative_error_of_one_nan_is_infinite():
-    one, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])
+    one = torch.tensor([1.0, 2.0])
+    nan = torch.tensor([1.0, torch.nan])
     assert relative_error(nan, one) == relative_error(one, nan) == float("inf")
     assert relative_error(nan, nan) == 0.0
     assert relative_error(torch.tensor([1.0, 3.0]), one) == 0.5
@@ -32,7 +33,8 @@ class WithLossModule(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net, self.loss = build_net(), nn.CrossEntropyLoss()
+        self.net = build_net()
+        self.loss = nn.CrossEntropyLoss()
 
     def forward(self, inputs, targets):
         return self.loss(self.net(inputs), targets)
@@ -61,7 +63,8 @@ class Shifted(nn.Module):
 
     def __init__(self, second):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 5), second
+        self.first = nn.Linear(4, 5)
+        self.second = second
 
     def forward(self, x):
         hidden = self.first(x)

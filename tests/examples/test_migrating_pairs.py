@@ -21,7 +21,8 @@ from torch.utils.data import default_collate
 from balanced_parallel import simulate
 
 FOLDER = ROOT / "examples" / "migrating"
-GPUS, LEARNING_RATE = 4, 0.5
+GPUS = 4
+LEARNING_RATE = 0.5
 
 # Errors of the programs before. Those that are not here, and all programs after, train as the plain program does.
 ERRORS = {
@@ -157,7 +158,8 @@ def test_trainer_left(monkeypatch):
     runs = {which: run_simulated("trainer", which) for which in ("before", "after")}
     plain = run_plain("trainer", lambda model, batch: model(**batch).loss, 16)
     check("trainer", plain, runs)
-    logged, losses = runs["before"][1], plain[2]
+    logged = runs["before"][1]
+    losses = plain[2]
     assert logged == pytest.approx(
         [*losses[:-1], 2 * losses[-1]], rel=1e-10
     )  # two of the four GPUs have rows

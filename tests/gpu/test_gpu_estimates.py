@@ -67,11 +67,9 @@ def test_predicted_bytes_are_those_of_the_allocator(machine, name, precision, at
 
 def used_bytes(device, problem, precision):
     """Returns active and reserved bytes at the peak of the second update of the plain loop."""
-    net, inputs, targets = (
-        copy.deepcopy(problem.module).to(device),
-        problem.inputs.to(device),
-        problem.targets.to(device),
-    )
+    net = copy.deepcopy(problem.module).to(device)
+    inputs = problem.inputs.to(device)
+    targets = problem.targets.to(device)
     optimizer = torch.optim.AdamW(net.parameters())
     for _ in range(2):
         torch.accelerator.reset_peak_memory_stats(device)

@@ -39,7 +39,8 @@ def gradients(net, inputs, devices, precision):
 @on("twice", "beside the CPU", "behind the CPU", "all", "all in reverse")
 @pytest.mark.parametrize("precision", list(LOSS_LIMIT))
 def test_losses_and_gradients_are_those_of_one_device(machine, precision, at_most):
-    updates, one = machine.size(4, 2), [machine.first]
+    updates = machine.size(4, 2)
+    one = [machine.first]
     for name, (net, inputs) in networks(machine).items():
         found = losses(net, inputs, machine.devices, precision, 5, updates)
         expected = losses(net, inputs, one, precision, None, updates)
@@ -102,15 +103,14 @@ def test_an_overflow_of_fp16_skips_the_update_and_halves_the_scale(machine, at_m
 def test_a_run_that_is_out_of_memory_has_the_losses_of_one_that_is_not(
     machine, at_most, record_property
 ):
-    width, rows = machine.size(4096, 64), machine.size(16384, 64)
+    width = machine.size(4096, 64)
+    rows = machine.size(16384, 64)
     torch.manual_seed(0)
     blocks = [
         layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Dropout(0.0), nn.GELU())
     ]
-    net, inputs = (
-        nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 10)),
-        torch.randn(rows, 64),
-    )
+    net = nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 10))
+    inputs = torch.randn(rows, 64)
 
     def train(bytes_of_activations):
         step = make_step(

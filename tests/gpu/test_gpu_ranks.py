@@ -34,7 +34,8 @@ def train(machine, rank, ranks, only_plain):
     In a group of one rank, ``parallelize`` would return replicas. The class that it returns for several ranks is used there.
     """
     net, (inputs, targets) = language_model(machine, machine.size(32, 2), seed=rank)
-    inputs, targets = inputs.to(machine.first), targets.to(machine.first)
+    inputs = inputs.to(machine.first)
+    targets = targets.to(machine.first)
     ddp = DistributedDataParallel(
         copy.deepcopy(net).to(machine.first), gradient_as_bucket_view=True
     )
@@ -53,10 +54,8 @@ def train(machine, rank, ranks, only_plain):
     if ranks > 1:
         model, criterion = parallelize(net, nn.CrossEntropyLoss(), [machine.first] * ranks)
     else:
-        model, criterion = (
-            DistributedModel(net.to(machine.first), machine.first, None),
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-        )
+        model = DistributedModel(net.to(machine.first), machine.first, None)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
     found = torch.stack([step(inputs, targets) for _ in range(3)])
     dist.all_reduce(expected)  # rows are equal, so the mean over ranks is that of all rows

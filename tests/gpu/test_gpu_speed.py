@@ -88,7 +88,9 @@ def test_plans_of_cudnn_are_found_once(machine, build, setting, at_most):
 
 def many_steps(machine, step):
     """Returns the median time of 200 steps, and the bytes by which the process grows after the first 50."""
-    steps, times, started = machine.size(200, 8), [], time.perf_counter()
+    steps = machine.size(200, 8)
+    times = []
+    started = time.perf_counter()
     for number in range(steps):
         begun = time.perf_counter()
         step()
@@ -211,7 +213,8 @@ def test_host_and_device_time_of_gpt2_small_beside_the_loops_by_hand(
         "loop": by_hand(False),
         "exact loop": by_hand(True),
     }
-    hosts, wholes = {name: [] for name in programs}, {name: [] for name in programs}
+    hosts = {name: [] for name in programs}
+    wholes = {name: [] for name in programs}
     for _ in range(machine.size(12, 3)):
         for name, program in programs.items():
             machine.synchronize()

@@ -79,10 +79,8 @@ class OwnStream(nn.Linear):
     def forward(self, inputs):
         if inputs.device.type == "cpu":
             return super().forward(inputs)
-        computing, side = (
-            torch.accelerator.current_stream(inputs.device),
-            torch.Stream(inputs.device),
-        )
+        computing = torch.accelerator.current_stream(inputs.device)
+        side = torch.Stream(inputs.device)
         side.wait_stream(computing)
         with side:
             sleep(inputs.device)
@@ -123,7 +121,8 @@ def train(machine, net, home, *, late):
     """
     step = make_step(net, machine.devices)
     generator = torch.Generator().manual_seed(1)
-    rows, wanted = torch.randn(24, 64, generator=generator).to(home), labels(24).to(home)
+    rows = torch.randn(24, 64, generator=generator).to(home)
+    wanted = labels(24).to(home)
     used = machine.accelerators if late else []
     machine.synchronize()
     losses = []
@@ -131,7 +130,8 @@ def train(machine, net, home, *, late):
         for device in reversed(used):  # the first device is entered last, and is the current one
             stack.enter_context(torch.Stream(device))
         for _ in range(machine.size(3, 2)):
-            inputs, targets = torch.zeros_like(rows), torch.zeros_like(wanted)
+            inputs = torch.zeros_like(rows)
+            targets = torch.zeros_like(wanted)
             for device in used:
                 sleep(device)
             inputs.copy_(rows)

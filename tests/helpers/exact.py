@@ -14,7 +14,9 @@ from torch import nn
 from balanced_parallel import BalancedOptimizer, TrainStep, parallelize, simulate
 from balanced_parallel.savings import LinearCrossEntropy, checkpoint_activations
 
-CLASSES, TIME, WORDS = 4, 5, 20
+CLASSES = 4
+TIME = 5
+WORDS = 20
 _pauses = random.Random(0)  # The layout that runs seeds it.
 
 
@@ -160,7 +162,8 @@ NETS = {
 class Slow(nn.Module):
     def __init__(self, net, longest):
         super().__init__()
-        self.net, self.longest = net, longest
+        self.net = net
+        self.longest = longest
 
     def forward(self, x):
         return Pause.apply(self.net(x), self.longest)
@@ -375,7 +378,8 @@ def make_net(problem):
 def make_batches(problem):
     """Returns inputs and targets of each update."""
     generator = torch.Generator().manual_seed(problem.seed)
-    kind, targets = NETS[problem.net].kind, LOSSES[problem.loss][2]
+    kind = NETS[problem.net].kind
+    targets = LOSSES[problem.loss][2]
     batches = []
     for number, rows in enumerate(problem.rows):
         size = {"vectors": (rows, 12), "images": (rows, 2, 7, 7), "words": (rows, TIME)}[kind]
@@ -478,7 +482,9 @@ def train_values(rank, problem, layout):
 
 
 def _train(rank, problem, layout, numbers):
-    step, devices, found = None, None, {}
+    step = None
+    devices = None
+    found = {}
     torch.manual_seed(problem.seed + 1)
     for number, (inputs, targets) in enumerate(make_batches(problem)):
         present = layout.in_turn[number % len(layout.in_turn)]

@@ -54,7 +54,8 @@ def on(*layouts):
 
 def make_layout(name, accelerators):
     """Returns the list of devices with this name. The test is skipped if it needs another GPU."""
-    first, cpu = accelerators[0], torch.device("cpu")
+    first = accelerators[0]
+    cpu = torch.device("cpu")
     if "all" in name and len(accelerators) == 1:
         pytest.skip("needs two GPUs, and this machine has one")
     return {
@@ -116,9 +117,9 @@ class Machine:
     def count_waits(self, function):
         """Returns how often the host waited for a device during a call."""
         if self.cluster:
-            before = self.cluster.wait_count
+            before = len(self.cluster.waits)
             function()
-            return self.cluster.wait_count - before
+            return len(self.cluster.waits) - before
         with warnings.catch_warnings(record=True) as record, _debug_synchronization("warn"):
             warnings.simplefilter("always")
             function()
@@ -144,7 +145,8 @@ def _debug_synchronization(mode):
 def networks(machine):
     """Returns small networks by name, each with a batch of inputs. On GPUs, the gradients of one fill several buckets."""
     torch.manual_seed(0)
-    rows, width = machine.size(37, 13), machine.size(2600, 26)
+    rows = machine.size(37, 13)
+    width = machine.size(2600, 26)
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     conv = nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
     wide = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)
@@ -169,7 +171,8 @@ def language_model(machine, rows, seed=0, words=8192, width=512, layers=4):
     """Returns the model of train.py, by default with 20 million parameters, and a batch. Simulated ones are small."""
     torch.manual_seed(0)
     tasks = _tasks()
-    words, width = machine.size(words, 64), machine.size(width, 32)
+    words = machine.size(words, 64)
+    width = machine.size(width, 32)
     model = tasks["LanguageModel"](
         words, width, layers=machine.size(layers, 1), heads=machine.size(width // 64, 2)
     )
@@ -234,5 +237,6 @@ def parameters_of(step):
 
 def relative_error(found, expected):
     """Returns the norm of the difference over the norm of ``expected``. It is nan if one of them is not finite."""
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    found = found.detach().double().cpu()
+    expected = expected.detach().double().cpu()
     return float((found - expected).norm() / expected.norm())

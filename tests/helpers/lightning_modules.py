@@ -41,7 +41,9 @@ class Classifier(LightningModule):
         self.text = nn.Linear(3, 8)
         self.head = nn.Linear(8, 5)
         self.register_buffer("weights", torch.arange(1.0, 6.0))
-        self.seen, self.results, self.gradients = 0, [], []
+        self.seen = 0
+        self.results = []
+        self.gradients = []
 
     def forward(self, batch):
         return self.head(torch.tanh(self.frozen(batch["image"])) + self.text(batch["text"]))

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from balanced_parallel import memory
 
-VOCABULARY, LENGTH = 600, 16
+VOCABULARY = 600
+LENGTH = 16
 
 
 class LanguageModel(nn.Module):

@@ -349,7 +349,8 @@ class Calls(TorchDispatchMode):
 
     def __init__(self, operator):
         super().__init__()
-        self.operator, self.seen = operator, 0
+        self.operator = operator
+        self.seen = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen += func is self.operator

@@ -13,6 +13,8 @@ import traceback
 import warnings
 from typing import NamedTuple
 
+import torch
+
 from .processes import PROCESSES, enter_environment
 
 _pools = {}
@@ -21,7 +23,8 @@ _pools = {}
 def run_ranks(world_size, function, *arguments, timeout=120, fresh=False):
     """Returns ``[function(rank, *arguments) for rank in range(world_size)]``, each from its own process.
 
-    The processes are shared by all tests with this number of ranks. They keep their process group from test to test.
+    The processes are shared by all tests with this number of ranks. They keep their process group from test to test, and
+    have the default dtype of the test.
 
     Args:
         timeout: seconds.
@@ -88,7 +91,8 @@ class Ranks:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        self.pipes, self.processes = [], []
+        self.pipes = []
+        self.processes = []
         for rank in range(world_size):
             pipe, remote = PROCESSES.Pipe()
             process = PROCESSES.Process(
@@ -116,7 +120,7 @@ class Ranks:
 
     def run(self, function, *arguments, timeout=120):
         for pipe in self.pipes:
-            pipe.send((function, arguments))
+            pipe.send((torch.get_default_dtype(), function, arguments))
         deadline = time.monotonic() + timeout
         results = {}
         while len(results) < len(self.pipes):
@@ -153,13 +157,14 @@ def _rank_main(pipe, environment, rank, world_size, port):
     previous = None
     while True:
         try:
-            function, arguments = pipe.recv()
+            dtype, function, arguments = pipe.recv()
         except EOFError:
             return
         _reset()
         if function != previous:
             gc.collect()
         previous = function
+        torch.set_default_dtype(dtype)
         try:
             with warnings.catch_warnings():
                 answer = None, function(rank, *arguments)
@@ -172,7 +177,6 @@ def _rank_main(pipe, environment, rank, world_size, port):
 
 def _reset():
     """Undoes settings that the function before may have left."""
-    import torch
     import torch.distributed as dist
 
     from balanced_parallel.runtime import collectives

@@ -12,7 +12,8 @@ def pairs(*columns, fast=None):
     """
     cases = [*itertools.product(*(range(len(column)) for column in columns))]
     met = {case: {*itertools.combinations(enumerate(case), 2)} for case in cases}
-    missing, chosen = set().union(*met.values()), []
+    missing = set().union(*met.values())
+    chosen = []
     while missing:
         chosen.append(max(cases, key=lambda case: len(met[case] & missing)))
         missing -= met[chosen[-1]]

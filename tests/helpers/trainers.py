@@ -8,7 +8,8 @@ from helpers.optimizers import sgd
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
-WORDS, LENGTH = 61, 9
+WORDS = 61
+LENGTH = 9
 LLAMA = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES = {**LLAMA, "num_attention_heads": 2, "max_position_embeddings": 16}
 SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -11,7 +11,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_se
 from balanced_parallel import ByCost, DataParallelCriterion, DataParallelModel, TrainStep
 
 LENGTHS = [3, 17, 5, 2, 9, 4, 4, 30, 1, 6, 7]
-WORDS, TAGS = 20, 5
+WORDS = 20
+TAGS = 5
 
 
 def make_samples(lengths=LENGTHS):
@@ -45,10 +46,6 @@ def pad(samples):
 def pad_labels(samples):
     inputs, tags = pad(samples)
     return {**inputs, "labels": tags}
-
-
-def lengths_of(inputs):
-    return inputs["lengths"]
 
 
 class Transformer(nn.Module):
@@ -122,11 +119,11 @@ def assert_same_rows(found, expected, samples):
         assert_equal(found[row, ..., :length], expected[row, ..., :length])
 
 
-def with_cut(*, cost=None, collate=None, trim=None, combine=None, limit=None, **settings):
+def with_cut(*, cost=None, collate=pad, combine=None, limit=None, **settings):
     """Returns the settings of a step, with a ByCost of those that are its arguments."""
     if cost is None:
         return settings
     return {
-        "cut": ByCost(cost, collate=collate, trim=trim, combine=combine, limit=limit),
+        "cut": ByCost(cost, collate=collate, combine=combine, limit=limit),
         **settings,
     }

@@ -49,7 +49,8 @@ def check_fit(
     names=("train_loss_step", "train_loss_epoch", "number", "val_loss"),
     **settings,
 ):
-    expected, module = make(), make()
+    expected = make()
+    module = make()
     plain = fit(expected, **settings)
     trainer = fit(module, BalancedStrategy(devices), batches, **settings)
     assert_same_state(module, expected)
@@ -69,7 +70,8 @@ def test_updates_and_logged_losses(kind, devices, batches):
 
 
 def test_lightning_itself_differs():
-    expected, module = Classifier(), Classifier()
+    expected = Classifier()
+    module = Classifier()
     fit(expected)
     fit(module, batches=2)
     assert (module.gradients[0] - expected.gradients[0]).norm() > 0.02 * expected.gradients[
@@ -126,7 +128,8 @@ def test_early_stopping_on_the_loss():
 
 
 def test_checkpoints_are_those_of_lightning_and_both_resume(tmp_path):
-    states, paths = [], []
+    states = []
+    paths = []
     for name, strategy, batches in (
         ("plain", "auto", 1),
         ("ours", BalancedStrategy(["cpu"] * 3), 2),
@@ -145,7 +148,8 @@ def test_checkpoints_are_those_of_lightning_and_both_resume(tmp_path):
         torch.testing.assert_close(states[1][key], states[0][key], rtol=1e-10, atol=1e-12)
     assert states[0].keys() == states[1].keys()
     for path in paths:
-        expected, module = Classifier("step"), Classifier("step")
+        expected = Classifier("step")
+        module = Classifier("step")
         fit(expected, max_epochs=3, checkpoint=path)
         fit(module, BalancedStrategy(["cpu"] * 2), 2, max_epochs=3, checkpoint=path)
         assert_same_state(module, expected)
@@ -154,7 +158,8 @@ def test_checkpoints_are_those_of_lightning_and_both_resume(tmp_path):
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**40], ids=["fits", "overflows"])
 def test_mixed_precision_with_a_scaler(scale):
     torch.set_default_dtype(torch.float32)
-    modules, scalers = [], []
+    modules = []
+    scalers = []
     for strategy, batches in (("auto", 1), (BalancedStrategy(["cpu"] * 3), 2)):
         scalers.append(torch.amp.GradScaler("cpu", init_scale=scale))
         modules.append(Classifier())
@@ -239,7 +244,8 @@ def test_one_shard_may_have_a_loss_that_needs_several_rows():
 
 def test_a_trainer_trains_one_module_after_the_other():
     trainer = fit(Classifier(), BalancedStrategy(["cpu"] * 2), 2)
-    expected, module = Classifier(), Classifier()
+    expected = Classifier()
+    module = Classifier()
     trainer.fit_loop.max_epochs = 4
     trainer.fit(module, load(6), load(12))
     fit(expected)
@@ -298,7 +304,8 @@ def contrastive(outputs):
 
 
 def test_a_module_with_manual_optimization_calls_a_step():
-    one, three = Manual(["cpu"]), Manual(["cpu"] * 3)
+    one = Manual(["cpu"])
+    three = Manual(["cpu"] * 3)
     assert fit(one).global_step == fit(three).global_step == 6
     assert not torch.equal(one.head.weight, Manual([]).head.weight)
     assert_same_state(one, three)

@@ -51,7 +51,8 @@ def assert_same_state(module, expected, tolerance=1e-12):
 
 def fit_both(make, devices=3, batches=2, **settings):
     """Fits a module with the whole batch on one device, and another on several. Returns trainers and modules."""
-    expected, module = make(), make()
+    expected = make()
+    module = make()
     plain = fit(expected, **settings)
     trainer = fit(module, BalancedStrategy(["cpu"] * devices), batches, **settings)
     assert_same_state(module, expected)
@@ -61,7 +62,8 @@ def fit_both(make, devices=3, batches=2, **settings):
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_replicas_with_weights_of_their_own(batches):
-    expected, module = Classifier(), Classifier()
+    expected = Classifier()
+    module = Classifier()
     fit(expected)
     with simulate(3) as cluster:
         strategy = BalancedStrategy(cluster.devices)
@@ -88,7 +90,8 @@ class Columns(LightningModule):
 
 def test_as_many_rows_as_columns():
     rows = torch.utils.data.TensorDataset(torch.randn(10, 1), torch.randn(10, 1))
-    expected, module = Columns(), Columns()
+    expected = Columns()
+    module = Columns()
     for network, strategy in (expected, "auto"), (module, BalancedStrategy(["cpu"] * 2)):
         trainer = Trainer(strategy=strategy, **quiet(max_epochs=2))
         trainer.fit(network, torch.utils.data.DataLoader(rows, batch_size=4))
@@ -113,7 +116,8 @@ class Rows(LightningDataModule):
 
 
 def test_a_data_module():
-    expected, module = Classifier(), Classifier()
+    expected = Classifier()
+    module = Classifier()
     Trainer(**quiet(max_epochs=2)).fit(expected, datamodule=Rows())
     strategy = BalancedStrategy(["cpu"] * 3)
     trainer = Trainer(strategy=strategy, accumulate_grad_batches=2, **quiet(max_epochs=2))
@@ -144,7 +148,8 @@ def test_the_command_line():
 
 
 def test_overfit_batches():
-    expected, module = Classifier(), Classifier()
+    expected = Classifier()
+    module = Classifier()
     fit(expected, overfit_batches=2)
     fit(module, BalancedStrategy(["cpu"] * 3), 2, overfit_batches=4)
     assert_same_state(module, expected)
@@ -211,7 +216,8 @@ def test_metrics_from_the_results_of_a_batch():
     ids=["SWA", "EMA"],
 )
 def test_averages_of_weights(callback):
-    expected, module = Classifier(), Classifier()
+    expected = Classifier()
+    module = Classifier()
     fit(expected, max_epochs=4, callbacks=[callback()])
     strategy = BalancedStrategy(["cpu"] * 3)
     fit(module, strategy, 2, max_epochs=4, callbacks=[callback()])
@@ -316,7 +322,8 @@ def test_a_list_of_loaders(loaders):
         def on_train_batch_end(self, results, batch, batch_idx):
             assert type(batch) is list
 
-    expected, module = First(), First()
+    expected = First()
+    module = First()
     Trainer(**quiet(max_epochs=1)).fit(expected, [load(12)] * loaders)
     trainer = Trainer(strategy=BalancedStrategy(["cpu"] * 2), **quiet(max_epochs=1))
     trainer.fit(module, [load(12)] * loaders)
@@ -418,13 +425,15 @@ class Adversarial(LightningModule):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.maker, self.judge = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+        self.maker = torch.nn.Linear(3, 4)
+        self.judge = torch.nn.Linear(4, 1)
 
     def configure_optimizers(self):
         return [torch.optim.Adam(net.parameters()) for net in (self.maker, self.judge)]
 
     def training_step(self, batch, batch_idx):
-        noise, ones = torch.randn(len(batch[0]), 3), torch.ones(len(batch[0]), 1)
+        noise = torch.randn(len(batch[0]), 3)
+        ones = torch.ones(len(batch[0]), 1)
         labels = torch.cat([ones, 0 * ones])
         first, second = self.optimizers()
         loss = F.binary_cross_entropy_with_logits(self.judge(self.maker(noise)), ones)

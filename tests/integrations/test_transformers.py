@@ -456,7 +456,8 @@ class Boxes(nn.Module):
     def __init__(self, reduce):
         super().__init__()
         torch.manual_seed(0)
-        self.head, self.reduce = nn.Linear(6, 4), reduce
+        self.head = nn.Linear(6, 4)
+        self.reduce = reduce
 
     def forward(self, x, labels):
         boxes = [

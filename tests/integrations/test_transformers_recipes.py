@@ -16,7 +16,8 @@ ENVIRONMENT = {
     "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     "OMP_NUM_THREADS": "1",
 }
-OF_ACCELERATE, OF_FABRIC = "from accelerate import", "from lightning.fabric import"
+OF_ACCELERATE = "from accelerate import"
+OF_FABRIC = "from lightning.fabric import"
 
 
 def run(program, folder, *launcher):

@@ -264,7 +264,8 @@ def test_a_penalty_counts_on_distinct_devices_in_two_passes():
             return several_means_with_decay(model, inputs, num_items_in_batch)
 
     def train_on(model, devices):
-        arguments, rows = make_arguments(gradient_accumulation_steps=3), make_rows("tags", 13)
+        arguments = make_arguments(gradient_accumulation_steps=3)
+        rows = make_rows("tags", 13)
         return train(
             Own(model, arguments, train_dataset=rows, data_collator=pad, device_ids=devices)
         )

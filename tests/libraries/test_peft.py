@@ -144,7 +144,8 @@ def test_weights_are_merged_between_updates():
 
         return between
 
-    plain, parts = [], []
+    plain = []
+    parts = []
     expected = train_plainly(make(target_modules=["query", "dense"]), evaluate(plain))
     result = train_in_parts(make(target_modules=["query", "dense"]), evaluate(parts))
     check(result, expected, rtol=1e-8, atol=1e-10)
@@ -162,7 +163,8 @@ def test_a_model_without_its_adapters_is_trained_on():
             parameter.requires_grad_(True)
         return merged
 
-    plain, parts = unload(train_plainly), unload(train_in_parts)
+    plain = unload(train_plainly)
+    parts = unload(train_in_parts)
     expected = train_plainly(plain, nothing, torch.optim.SGD)
     check(train_in_parts(parts, nothing, torch.optim.SGD), expected, rtol=1e-8, atol=1e-10)
 

@@ -50,7 +50,8 @@ def test_tests_run_with_a_strategy_of_this_package(suite, tmp_path):
 
 def test_differences_are_printed_with_their_reasons(suite, tmp_path, monkeypatch, capsys):
     """Results that are kept do not run again."""
-    passed, failed = ["passed", ""], ["failure", "TypeError: unknown"]
+    passed = ["passed", ""]
+    failed = ["failure", "TypeError: unknown"]
     theirs = {"tests.small.test_a::One::test_x": passed, "tests.small.test_a::test_y": passed}
     ours = {"tests.small.test_a::One::test_x": failed, "tests.small.test_a::test_y": passed}
     for kind, results in ("theirs", theirs), ("2", ours):

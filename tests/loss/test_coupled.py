@@ -93,7 +93,8 @@ def test_an_output_without_rows_must_be_the_same_everywhere():
     def loss(features, auxiliary):
         return features.square().sum() + auxiliary
 
-    criterion, net = DataParallelCriterion(loss, whole=True), build_net()
+    criterion = DataParallelCriterion(loss, whole=True)
+    net = build_net()
     outputs = DataParallelModel(net, ["cpu"] * 2)(torch.randn(5, 4))
     with pytest.raises(ValueError, match="has no rows and differs between replicas"):
         criterion(outputs.map(lambda output: (output, output.mean())))
@@ -114,12 +115,10 @@ class ScaledErrors(AdditiveLoss):
 
 
 def test_a_parameter_in_the_statistics_learns_from_the_only_shard():
-    net, criterion, inputs, target = (
-        build_net(),
-        ScaledErrors(),
-        torch.randn(4, 4),
-        torch.rand(4, 5),
-    )
+    net = build_net()
+    criterion = ScaledErrors()
+    inputs = torch.randn(4, 4)
+    target = torch.rand(4, 5)
     loss = criterion(net(inputs), target)
     (expected,) = torch.autograd.grad(loss, [criterion.scale])
     assert_close(
@@ -140,7 +139,8 @@ def named_loss(output, names, tags):
 
 def loss_of_named_rows(rank):
     torch.manual_seed(0)
-    net, inputs = build_net(), torch.randn(5, 4)
+    net = build_net()
+    inputs = torch.randn(5, 4)
     expected = named_loss(net(inputs), NAMES, NAMES)
     model, criterion = parallelize(net, DataParallelCriterion(named_loss, whole=True), ["cpu"])
     rows = slice(0, 3) if rank == 0 else slice(3, 5)
@@ -159,7 +159,8 @@ class Pairs(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.first = nn.Linear(4, 3)
+        self.second = nn.Linear(4, 3)
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, inputs):
@@ -173,7 +174,8 @@ def contrastive(first, second, scale):
 
 def check_temperature(rank, is_first_empty, strategy):
     torch.manual_seed(0)
-    net, inputs = Pairs().double(), torch.randn(7, 4, dtype=torch.double)
+    net = Pairs().double()
+    inputs = torch.randn(7, 4, dtype=torch.double)
     plain = copy.deepcopy(net)
     contrastive(*plain(inputs)).backward()
     model, criterion = parallelize(

@@ -67,7 +67,9 @@ def test_all_forms_of_outputs_equal_the_plain_program(name, ignored):
 
 
 def test_reduction_none_returns_losses_for_gather():
-    net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
+    net = build_net()
+    x = torch.randn(7, 4)
+    target = class_targets(7)
     for criterion in (
         nn.CrossEntropyLoss(reduction="none"),
         functools.partial(F.cross_entropy, reduction="none"),
@@ -78,7 +80,8 @@ def test_reduction_none_returns_losses_for_gather():
 
 
 def test_flattened_targets_and_outputs_equal_the_plain_program():
-    x, target = torch.randn(5, 3, 4), torch.randint(5, (5, 3))
+    x = torch.randn(5, 3, 4)
+    target = torch.randint(5, (5, 3))
     target[:2] = -100
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     flat = DataParallelModel(shaped(lambda out: out.flatten(0, 1)), CPUS)
@@ -105,21 +108,18 @@ def test_losses_with_an_unknown_number_of_rows_have_equal_weights():
     ],
 )
 def test_sums_of_half_precision_losses_do_not_overflow(loss):
-    output, target = (
-        torch.full((64, 4), 50.0, dtype=torch.float16),
-        torch.zeros(64, 4, dtype=torch.float16),
-    )
-    halves, criterion = (
-        PerReplica([output[:40], output[40:]], [40, 24]),
-        DataParallelCriterion(loss),
-    )
+    output = torch.full((64, 4), 50.0, dtype=torch.float16)
+    target = torch.zeros(64, 4, dtype=torch.float16)
+    halves = PerReplica([output[:40], output[40:]], [40, 24])
+    criterion = DataParallelCriterion(loss)
     assert criterion(halves, target).item() == 2500  # although the sum of the squares exceeds 65504
     with torch.autocast("cpu", torch.float16):
         assert criterion(halves, target).item() == 2500
 
 
 def test_class_weights_in_half_precision_keep_their_dtype():
-    output, target = torch.randn(7, 5).half(), class_targets(7, 2)
+    output = torch.randn(7, 5).half()
+    target = class_targets(7, 2)
     criterion = nn.CrossEntropyLoss(weight=torch.rand(5).half())
     found = DataParallelCriterion(criterion)([output[:4], output[4:]], target)
     assert_close(found, criterion(output, target).float(), rtol=2e-3, atol=0)
@@ -139,7 +139,8 @@ def test_precision_sets_autocast_in_all_replicas():
 
 
 def test_invalid_criteria_and_outputs_raise_an_error():
-    net, x = build_net(), torch.randn(7, 4)
+    net = build_net()
+    x = torch.randn(7, 4)
     model = DataParallelModel(net, CPUS)
     with pytest.raises(TypeError, match="expected a module or a function"):
         DataParallelCriterion("cross entropy")
@@ -178,10 +179,8 @@ def test_the_loss_without_rows_is_zero():
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="it is new in torch 2.13")
 def test_a_linear_cross_entropy_ignores_labels_by_default():
-    criterion, rows, target = (
-        nn.LinearCrossEntropyLoss(4, 5),
-        torch.randn(6, 4),
-        torch.tensor([0, 1, -100, 2, -100, 3]),
-    )
+    criterion = nn.LinearCrossEntropyLoss(4, 5)
+    rows = torch.randn(6, 4)
+    target = torch.tensor([0, 1, -100, 2, -100, 3])
     outputs = PerReplica(rows.split(3), [3, 3])
     assert_close(DataParallelCriterion(criterion)(outputs, target), criterion(rows, target))

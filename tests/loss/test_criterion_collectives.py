@@ -19,7 +19,8 @@ class Boxes(nn.Module):
 
     def __init__(self, communicates=True):
         super().__init__()
-        self.calls, self.communicates = 0, communicates
+        self.calls = 0
+        self.communicates = communicates
 
     def forward(self, output, target, mask):
         self.calls += 1

@@ -172,7 +172,8 @@ def plain(case):
     criterion, _, pick, names = CASES[case]
     net = build_net().double()
     optimizer = sgd(net)
-    losses, values = [], []
+    losses = []
+    values = []
     for number in range(UPDATES):
         inputs, targets = batch(number)
         optimizer.zero_grad()
@@ -351,7 +352,8 @@ def test_an_unknown_value_does_not_stop_a_step_and_is_never_a_mean_of_means(sett
 def test_a_number_that_differs_between_shards_is_refused_in_a_loop_by_hand(devices):
     """Numbers of two equal shards were equal, and half of that of the batch."""
     net, (inputs, targets) = build_net().double(), batch(0)
-    inputs, targets = inputs[:10], targets[:10]
+    inputs = inputs[:10]
+    targets = targets[:10]
     model = DataParallelModel(net, ["cpu"] * devices)
     with pytest.raises(ValueError, match="for some rows, and .* for others; .* log no number of"):
         DataParallelCriterion(with_a_number)(model(inputs), targets)
@@ -411,7 +413,8 @@ def test_a_value_of_a_batch_that_is_not_split_needs_no_rule():
 
 
 def test_the_plain_loss_of_several_terms_is_their_sum():
-    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    one = torch.tensor(1.0)
+    two = torch.tensor(2.0)
 
     def loss(result):
         return plain_loss(lambda output: result, None, ())
@@ -422,3 +425,20 @@ def test_the_plain_loss_of_several_terms_is_their_sum():
     assert loss({"a": one, "b": {"c": two}}) == 3
     with pytest.raises(TypeError, match="type str, expected a tensor with one element"):
         loss("x")
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}], ids=str)
+def test_a_number_that_was_read_from_values_is_not_that_of_one_shard(settings):
+    """An accuracy with ``.item()`` was left out without a word."""
+
+    def criterion(output, target):
+        accuracy = (output.argmax(1) == target).double().mean().item()
+        return {"loss": F.cross_entropy(output, target), "accuracy": accuracy}
+
+    net, (inputs, targets) = build_net().double(), batch(0)
+    model = DataParallelModel(net, ["cpu"] * 3)
+    step = TrainStep(model, DataParallelCriterion(criterion), sgd(net, lr=0.0), **settings)
+    for _ in range(3):
+        step(inputs, targets)
+        with pytest.raises(ValueError, match=r"the value 'accuracy' .* without \.item\(\)"):
+            step.metrics()

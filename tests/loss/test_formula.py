@@ -132,7 +132,8 @@ class RandomFormula(nn.Module):
 
     def __init__(self, seed):
         super().__init__()
-        self.seed, self.has_penalty = seed, False
+        self.seed = seed
+        self.has_penalty = False
         self.scale = nn.Parameter(torch.tensor(0.3))
         draw = random.Random(seed)
         self.names = draw.choices([*SUMS], k=draw.randint(1, 4))
@@ -153,7 +154,9 @@ class RandomFormula(nn.Module):
 
 def problem(seed, rows):
     torch.manual_seed(seed)
-    net, criterion, inputs = build_net(), RandomFormula(seed), torch.randn(rows, 4)
+    net = build_net()
+    criterion = RandomFormula(seed)
+    inputs = torch.randn(rows, 4)
     targets = class_targets(rows, rows // 4), torch.rand(rows, CLASSES)
     loss = criterion(net(inputs), *targets)
     gradients = (
@@ -244,7 +247,8 @@ def test_any_function_of_sums_is_exact(seed):
 def test_a_loop_by_hand_is_exact(seed):
     for part in range(5):
         net, criterion, inputs, targets = problem(1000 * part + seed, 7)
-        model, split = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(criterion)
+        model = DataParallelModel(net, ["cpu"] * 3)
+        split = DataParallelCriterion(criterion)
         loss, expected = plain_program(net, criterion, inputs, targets)
         for rows in (inputs, inputs):
             net.zero_grad(), criterion.zero_grad()
@@ -286,7 +290,9 @@ def writes_to_its_output(output, target):
 
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_criterion_that_writes_to_its_output(size):
-    net, inputs, target = build_net(), torch.randn(7, 4), torch.arange(7) % CLASSES
+    net = build_net()
+    inputs = torch.randn(7, 4)
+    target = torch.arange(7) % CLASSES
     step = still_step(net, DataParallelCriterion(writes_to_its_output), micro_batch_size=size)
     assert_exact_update(step, net, writes_to_its_output, inputs, target)
 
@@ -300,11 +306,9 @@ def with_properties(output, target):
 @on_ranks(2)
 def test_properties_of_sums_on_ranks(rank):
     torch.set_default_dtype(torch.float64)
-    net, inputs, target = (
-        build_net(),
-        torch.randn(7, 4, generator=torch.Generator().manual_seed(0)),
-        torch.arange(7) % CLASSES,
-    )
+    net = build_net()
+    inputs = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+    target = torch.arange(7) % CLASSES
     loss, expected = plain_program(net, with_properties, inputs, target)
     net.zero_grad()
     model, criterion = parallelize(net, with_properties, ["cpu"])
@@ -321,7 +325,8 @@ def rank_updates(rank, seeds, strategy):
     found = []
     for seed in seeds:
         draw = random.Random(seed)
-        sizes, size = draw.choice([[4, 3], [7, 0], [0, 7], [1, 6]]), draw.choice([None, 1, 2])
+        sizes = draw.choice([[4, 3], [7, 0], [0, 7], [1, 6]])
+        size = draw.choice([None, 1, 2])
         net, criterion, inputs, targets = problem(seed, 7)
         criterion.requires_grad_(strategy == "ddp")  # FSDP2 shards the model alone.
         inputs, *targets = (tensor.split(sizes)[rank] for tensor in (inputs, *targets))

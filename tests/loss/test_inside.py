@@ -22,11 +22,12 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-from balanced_parallel.loss.means import UnknownMeanError
+from balanced_parallel.loss.names import UnknownMeanError
 
 pytestmark = pytest.mark.usefixtures("double")
 
-WORDS, WIDTH = 11, 8
+WORDS = 11
+WIDTH = 8
 
 
 @dataclasses.dataclass
@@ -157,7 +158,8 @@ def test_a_loss_whose_rows_depend_on_each_other_is_refused(more, way, devices):
 def test_an_operation_without_a_graph_is_exact_by_hand_and_refused_in_two_passes():
     losses, _ = expected_of("no graph")
     net, *inputs = problem("no graph")
-    model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
+    model = DataParallelModel(net, ["cpu"] * 2)
+    criterion = DataParallelCriterion(loss_inside)
     optimizer = sgd(net)
     assert train(model, criterion, optimizer, tuple(inputs), "by hand") == pytest.approx(losses)
     with pytest.raises(UnknownMeanError, match=r"torch.no_grad\(\) block in the model's forward"):
@@ -220,7 +222,8 @@ def test_the_first_forward_by_hand_runs_again_and_leaves_no_trace():
     plain, *inputs = problem("batch norm")
     net = copy.deepcopy(plain)
     plain(*inputs)
-    model, criterion = DataParallelModel(net, ["cpu"]), DataParallelCriterion(loss_inside)
+    model = DataParallelModel(net, ["cpu"])
+    criterion = DataParallelCriterion(loss_inside)
     random = torch.get_rng_state()
     criterion(model(*inputs))
     assert torch.equal(torch.get_rng_state(), random)
@@ -234,7 +237,8 @@ def test_the_first_forward_by_hand_runs_again_and_leaves_no_trace():
 def test_dropout_and_batch_norm_are_not_taken_for_rows_that_depend_on_each_other():
     for more in ("dropout", "batch norm"):
         net, *inputs = problem(more)
-        model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
+        model = DataParallelModel(net, ["cpu"] * 2)
+        criterion = DataParallelCriterion(loss_inside)
         criterion(model(*inputs)).backward()
         assert all(module.training for module in net.modules())
 
@@ -242,10 +246,8 @@ def test_dropout_and_batch_norm_are_not_taken_for_rows_that_depend_on_each_other
 def test_an_evaluation_without_a_graph_has_the_loss_of_all_rows():
     losses, _ = expected_of("nothing", updates=1)
     net, *inputs = problem("nothing")
-    model, criterion = (
-        DataParallelModel(net.eval(), ["cpu"] * 3),
-        DataParallelCriterion(loss_inside),
-    )
+    model = DataParallelModel(net.eval(), ["cpu"] * 3)
+    criterion = DataParallelCriterion(loss_inside)
     with torch.no_grad():
         assert [criterion(model(*inputs)).item() for _ in range(2)] == pytest.approx(losses * 2)
 
@@ -253,7 +255,8 @@ def test_an_evaluation_without_a_graph_has_the_loss_of_all_rows():
 def test_outputs_of_one_forward_may_be_used_twice():
     losses, _ = expected_of("root", updates=1)
     net, *inputs = problem("root")
-    model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(loss_inside)
+    model = DataParallelModel(net, ["cpu"] * 3)
+    criterion = DataParallelCriterion(loss_inside)
     criterion(model(*inputs))
     outputs = model(*inputs)
     assert [criterion(outputs).item() for _ in range(2)] == pytest.approx(losses * 2)
@@ -271,8 +274,10 @@ def test_two_forwards_come_before_the_first_loss():
     gradients_of_both = gradients(net)
     for _ in range(2):
         net.zero_grad()
-        model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(loss_inside)
-        first, second = model(*inputs), model(*others)
+        model = DataParallelModel(net, ["cpu"] * 3)
+        criterion = DataParallelCriterion(loss_inside)
+        first = model(*inputs)
+        second = model(*others)
         loss = criterion(first) + criterion(second) ** 2
         loss.backward()
         assert_close(loss, expected)
@@ -281,11 +286,13 @@ def test_two_forwards_come_before_the_first_loss():
 
 def test_outputs_are_those_of_the_forward_that_the_loss_is_of():
     net, *inputs = problem("dropout")
-    model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
+    model = DataParallelModel(net, ["cpu"] * 2)
+    criterion = DataParallelCriterion(loss_inside)
     outputs = model(*inputs)
     losses = [criterion(outputs).item() for _ in range(2)]
     assert len(net.forwards) == 2 * 2 + 2 * 5  # Each loss is compared with that of rows alone.
-    logits, labels = outputs.logits.gather(), inputs[1]
+    logits = outputs.logits.gather()
+    labels = inputs[1]
     assert losses == pytest.approx(
         [F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()] * 2
     )
@@ -328,7 +335,8 @@ class Contrast(Denoiser):
 
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_model_that_draws_random_numbers_has_a_loss_of_its_rows(size):
-    net, inputs = Denoiser(), torch.randn(7, 4)
+    net = Denoiser()
+    inputs = torch.randn(7, 4)
     losses = []
     for devices, rows in ((1, None), (3, size)):
         copied = copy.deepcopy(net)
@@ -358,7 +366,8 @@ class Fitted(nn.Module):
 def test_a_loss_may_converge_to_rounding_errors():
     """Rows alone and together differ by rounding, which is most of a loss of 1e-20."""
     net = Fitted()
-    inputs, targets = torch.randn(8, 40).double(), torch.randn(8, 1).double()
+    inputs = torch.randn(8, 40).double()
+    targets = torch.randn(8, 1).double()
     step = TrainStep(
         DataParallelModel(net, ["cpu"] * 2),
         DataParallelCriterion(lambda loss: loss),
@@ -390,7 +399,8 @@ class Temperature(nn.Module):
 
 
 def test_a_model_without_a_loss_is_not_noted_for_long():
-    net, inputs = Temperature(), torch.randn(7, 4)
+    net = Temperature()
+    inputs = torch.randn(7, 4)
     expected = (net(inputs)[0] * net.scale.exp()).square().mean()
     model = DataParallelModel(net, ["cpu"])
     criterion = DataParallelCriterion(lambda output, scale: (output * scale).square().mean())
@@ -424,7 +434,8 @@ def test_the_loss_of_a_compiled_model_is_refused():
 
 
 def test_a_compiled_model_with_a_number_runs_once():
-    net, inputs = Temperature(), torch.randn(7, 4)
+    net = Temperature()
+    inputs = torch.randn(7, 4)
     model = DataParallelModel(net, ["cpu"])
     model.compile(backend="eager")
     model(inputs)  # The first forward may run the code of the module twice.
@@ -446,7 +457,8 @@ def test_targets_beside_a_loss_of_the_model_are_refused():
 @pytest.mark.parametrize("way", ["by hand", None])
 def test_a_model_can_be_copied_after_its_loss_was_noted(way):
     net, *inputs = problem("root")
-    model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
+    model = DataParallelModel(net, ["cpu"] * 2)
+    criterion = DataParallelCriterion(loss_inside)
     optimizer = sgd(net, lr=0.0)
     losses = train(model, criterion, optimizer, tuple(inputs), way, updates=1)
     for copied in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):

@@ -16,7 +16,7 @@ from balanced_parallel import (
     PerReplica,
     Rows,
 )
-from balanced_parallel.loss.means import LossOfMeans
+from balanced_parallel.loss.means import ComparisonOfMeans
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -60,7 +60,9 @@ def test_a_count_that_is_read_from_values_is_refused(name, micro_batch_size):
     def loss(output, values, mask):
         return ((output - values).abs().sum(1) * mask).sum() / count(mask)
 
-    inputs, values, mask = torch.randn(3, 4), torch.randn(3, 5), torch.ones(3, dtype=torch.bool)
+    inputs = torch.randn(3, 4)
+    values = torch.randn(3, 5)
+    mask = torch.ones(3, dtype=torch.bool)
     with pytest.raises(
         ValueError,
         match=r"sum over a number|expected a number that follows|for some rows, and .* for others",
@@ -110,7 +112,8 @@ def test_a_factor_that_is_read_from_values_is_refused(micro_batch_size):
     def loss(output, values, mask):
         return F.mse_loss(output, values) + 0.5 * float(mask.any()) * output.abs().mean()
 
-    inputs, values = torch.randn(12, 4), torch.randn(12, 5)
+    inputs = torch.randn(12, 4)
+    values = torch.randn(12, 5)
     masks = torch.ones(12, dtype=torch.bool), torch.arange(12) < 4
     with pytest.raises(
         ValueError, match=r"computes mse_loss \+ mean \* 0.5 for some rows, and .* for others"
@@ -123,7 +126,9 @@ class Changing(nn.Module):
 
     def __init__(self, after, before=F.mse_loss):
         super().__init__()
-        self.before, self.after, self.has_begun = before, after, False
+        self.before = before
+        self.after = after
+        self.has_begun = False
 
     def forward(self, output, values):
         return (self.after if self.has_begun else self.before)(output, values)
@@ -158,11 +163,9 @@ CHANGES = {
 def test_a_criterion_that_changes_after_some_batches_is_compared_again(
     name, micro_batch_size, before
 ):
-    criterion, inputs, values = (
-        DataParallelCriterion(Changing(*CHANGES[name])),
-        torch.randn(12, 4),
-        torch.randn(12, 5),
-    )
+    criterion = DataParallelCriterion(Changing(*CHANGES[name]))
+    inputs = torch.randn(12, 4)
+    values = torch.randn(12, 5)
     net = build_net()
     step = still_step(net, criterion, micro_batch_size=micro_batch_size)
     run = (
@@ -181,7 +184,9 @@ def test_a_criterion_that_changes_after_some_batches_is_compared_again(
 
 def test_terms_that_begin_later_and_add_up_are_exact():
     later = Changing(lambda out, values: F.mse_loss(out, values) + 0.1 * out.abs().mean())
-    criterion, inputs, values = DataParallelCriterion(later), torch.randn(12, 4), torch.randn(12, 5)
+    criterion = DataParallelCriterion(later)
+    inputs = torch.randn(12, 4)
+    values = torch.randn(12, 5)
     model = DataParallelModel(build_net(), ["cpu"] * 3)
     for number in range(6):
         later.has_begun = number % 2 == 1
@@ -196,8 +201,11 @@ def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):
             self.calls += 1
             return super().forward(output, values)
 
-    criterion, sums = DataParallelCriterion(Counting(None)), []
-    monkeypatch.setattr(LossOfMeans, "compare_sums", lambda self, *samples: sums.append(samples))
+    criterion = DataParallelCriterion(Counting(None))
+    sums = []
+    monkeypatch.setattr(
+        ComparisonOfMeans, "compare_sums", lambda self, *samples: sums.append(samples)
+    )
     for _ in range(7):
         criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
     assert len(sums) == 3
@@ -207,7 +215,8 @@ def test_a_batch_on_one_device_counts_for_no_check():
     criterion = DataParallelCriterion(
         lambda out, values: F.cross_entropy(out @ out.T, torch.arange(len(out)))
     )
-    output, values = torch.randn(8, 5), torch.randn(8, 5)
+    output = torch.randn(8, 5)
+    values = torch.randn(8, 5)
     for _ in range(2):
         criterion(PerReplica([output], [8]), values)
     with pytest.raises(ValueError, match="does not add up over the rows"):
@@ -224,10 +233,8 @@ def test_statistics_that_change_are_compared_again():
         def finish(self, total):
             return total
 
-    criterion, outputs = (
-        DataParallelCriterion(Changes()),
-        PerReplica(torch.randn(8, 5).split(4), [4, 4]),
-    )
+    criterion = DataParallelCriterion(Changes())
+    outputs = PerReplica(torch.randn(8, 5).split(4), [4, 4])
     criterion(outputs, torch.zeros(8))
     criterion.module.is_mean = True
     with pytest.raises(ValueError, match="statistics do not add up"):

@@ -154,7 +154,8 @@ OF_THE_ROWS = {
 @pytest.mark.parametrize(("devices", "micro_batch_size"), LAYOUTS[1:3])
 @pytest.mark.parametrize("name", ["a buffer", *OF_THE_ROWS])
 def test_other_losses_stay_exact(name, devices, micro_batch_size):
-    net, criterion = build_net(), OF_THE_ROWS.get(name) or Balanced()
+    net = build_net()
+    criterion = OF_THE_ROWS.get(name) or Balanced()
     step = still_step(
         net, DataParallelCriterion(criterion), devices, micro_batch_size=micro_batch_size
     )
@@ -163,7 +164,9 @@ def test_other_losses_stay_exact(name, devices, micro_batch_size):
 
 
 def test_the_comparison_leaves_the_state_of_a_criterion_and_random_numbers_as_they_are():
-    criterion, output, labels = Balanced(), torch.randn(8, CLASSES), make_batch(8)[1]
+    criterion = Balanced()
+    output = torch.randn(8, CLASSES)
+    labels = make_batch(8)[1]
     state = torch.get_rng_state()
     DataParallelCriterion(criterion)(PerReplica(output.split(4), [4, 4]), labels)
     assert (criterion.calls, criterion.rows) == (1, 4)  # of the first replica
@@ -239,13 +242,13 @@ def rank_errors(rank, sizes, name, micro_batch_size):
     torch.set_default_dtype(torch.float64)
     rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     if name in PADDED:
-        net, loss, batch = Trimmed(), of_positions(PADDED[name]), positions_batch()
+        net = Trimmed()
+        loss = of_positions(PADDED[name])
+        batch = positions_batch()
     else:
-        net, loss, batch = (
-            build_net(),
-            OF_THE_BATCH[name],
-            tuple((tensor,) for tensor in make_batch(sum(sizes))),
-        )
+        net = build_net()
+        loss = OF_THE_BATCH[name]
+        batch = tuple((tensor,) for tensor in make_batch(sum(sizes)))
     inputs, targets = (tuple(tensor[rows] for tensor in part) for part in batch)
     model, criterion = parallelize(net, DataParallelCriterion(loss), ["cpu"])
     step = TrainStep(

@@ -19,7 +19,8 @@ def by_counts(predicted, target, formula):
     kept = target != -100
     losses = []
     for label in range(CLASSES):
-        mine, wanted = (predicted == label) & kept, target == label
+        mine = (predicted == label) & kept
+        wanted = target == label
         losses.append(
             1 - formula((mine & wanted).sum(), (mine & ~wanted).sum(), (~mine & wanted).sum())
         )
@@ -39,21 +40,21 @@ FORMULAS = [
 @pytest.mark.parametrize(("criterion", "formula"), FORMULAS)
 def test_overlaps_equal_the_counts_of_class_indices_and_of_binary_targets(criterion, formula):
     torch.manual_seed(0)
-    predicted, target = torch.randint(CLASSES, (5, 3, 6)), torch.randint(CLASSES, (5, 3, 6))
+    predicted = torch.randint(CLASSES, (5, 3, 6))
+    target = torch.randint(CLASSES, (5, 3, 6))
     target[0, :, :4] = -100
     found = criterion(certain_logits(predicted), target)
     assert_close(found, by_counts(predicted, target, formula), rtol=1e-6, atol=0)
-    predicted, target = torch.rand(7, 9) > 0.5, torch.rand(7, 9) > 0.3
+    predicted = torch.rand(7, 9) > 0.5
+    target = torch.rand(7, 9) > 0.3
     counts = (predicted & target).sum(), (predicted & ~target).sum(), (~predicted & target).sum()
     found = criterion(200.0 * predicted.double() - 100, target.double())
     assert_close(found, 1 - formula(*counts).double(), rtol=1e-6, atol=0)
 
 
 def test_half_precision_is_summed_in_float32():
-    output, target = (
-        torch.zeros(40_000, 2, dtype=torch.float16),
-        torch.zeros(40_000, dtype=torch.int64),
-    )
+    output = torch.zeros(40_000, 2, dtype=torch.float16)
+    target = torch.zeros(40_000, dtype=torch.int64)
     assert (
         DiceLoss()(output, target).dtype == torch.float32
     )  # the sum of 40,000 probabilities is no float16

@@ -42,12 +42,10 @@ pytestmark = pytest.mark.usefixtures("double")
 def test_losses_on_simulated_devices_equal_the_plain_program(name):
     """Unlike in the plain program, the user need not move a criterion to the device."""
     build, kind = LOSSES[name]
-    module, criterion, inputs, targets = (
-        OnTop(name),
-        build(),
-        torch.randn(7, 4),
-        make_targets(kind, 7, ignored=3),
-    )
+    module = OnTop(name)
+    criterion = build()
+    inputs = torch.randn(7, 4)
+    targets = make_targets(kind, 7, ignored=3)
     loss, expected = plain_program(module, criterion, inputs, targets)
     with simulate(3):
         found, found_gradients = split_program(
@@ -60,7 +58,8 @@ def test_losses_on_simulated_devices_equal_the_plain_program(name):
 
 
 def test_weight_of_dense_targets_excludes_ignored_labels():
-    output, target = torch.randn(2, 5, 3, 4), torch.randint(5, (2, 3, 4))
+    output = torch.randn(2, 5, 3, 4)
+    target = torch.randint(5, (2, 3, 4))
     kept = (target != 1).sum()
     assert loss_weight(nn.CrossEntropyLoss(ignore_index=1), output, target) == kept
     weights = torch.rand(5)
@@ -72,7 +71,9 @@ def test_weight_of_dense_targets_excludes_ignored_labels():
 
 
 def test_weight_of_elementwise_losses_with_element_weights():
-    output, target, weight = torch.rand(4, 3), torch.rand(4, 3), torch.rand(4, 3)
+    output = torch.rand(4, 3)
+    target = torch.rand(4, 3)
+    weight = torch.rand(4, 3)
     assert loss_weight(F.mse_loss, output, target) == 12
     assert_close(loss_weight(F.mse_loss, output, target, weight=weight), weight.sum())
     assert loss_weight(F.binary_cross_entropy, output, target, weight) == 12
@@ -123,7 +124,8 @@ def test_weights_registered_for_a_subclass_replace_the_rule_of_torch():
     def _(criterion, output, target):
         return output.new_tensor(len(target) / 2)
 
-    output, target = torch.randn(6, 5), torch.randint(5, (6,))
+    output = torch.randn(6, 5)
+    target = torch.randint(5, (6,))
     criterion = DataParallelCriterion(Halved())
     sums = criterion.kind.sums(criterion.cut([output[:2], output[2:]], (target,), {}))
     assert [one.weight for one in sums] == [1, 2]
@@ -184,7 +186,8 @@ MIXED = [("sim:0", "cpu"), ("cpu", "sim:0"), ("sim:1", "cpu", "sim:0")]
 @pytest.mark.parametrize("devices", MIXED, ids=" ".join)
 @pytest.mark.parametrize("name", ["CrossEntropyLoss", "sum", "weight", "weighted_mean"])
 def test_losses_on_gpus_and_the_cpu_have_gradients_of_all_replicas(devices, name):
-    inputs, targets = torch.randn(7, 4), class_targets(7, ignored=2)
+    inputs = torch.randn(7, 4)
+    targets = class_targets(7, ignored=2)
     plain = nn.CrossEntropyLoss(reduction="sum" if name == "sum" else "mean")
     loss, expected = plain_program(build_net(), plain, inputs, (targets,))
     with simulate(2):

@@ -34,7 +34,9 @@ COUNTS = {
 
 @pytest.mark.parametrize("head", COUNTS)
 def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(head):
-    net, batch, count = make_model(head).double().eval(), pad(make_rows(head, 7)), COUNTS[head]
+    net = make_model(head).double().eval()
+    batch = pad(make_rows(head, 7))
+    count = COUNTS[head]
     batch["labels"][2, 1:] = -100
     batch["labels"][3:5] = -100  # a replica without counted labels, whose loss is nan
     loss = net(**batch).loss
@@ -57,7 +59,8 @@ def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(head)
     weights = [count(piece) for piece in batch["labels"].split(outputs.sizes)]
     assert_close(weighted_mean(outputs.loss, weights), loss)
     with torch.no_grad():
-        plain, gathered = net(**batch), DataParallelModel(net, CPUS, gather_outputs=True)(**batch)
+        plain = net(**batch)
+        gathered = DataParallelModel(net, CPUS, gather_outputs=True)(**batch)
     assert type(gathered) is type(plain)
     assert_close([outputs.logits.gather(), gathered.logits], [plain.logits] * 2)
     assert type(gathered.get("past_key_values")) is type(plain.get("past_key_values"))
@@ -68,7 +71,8 @@ def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(head)
             assert_close(layer[:2], expected_layer[:2])
 
 
-Y, T = torch.tensor([0, 1, -100, 2, 1]), torch.rand(5, 3)
+Y = torch.tensor([0, 1, -100, 2, 1])
+T = torch.rand(5, 3)
 
 
 def losses(out, y, t):
@@ -80,7 +84,8 @@ DIVISORS = {"a": lambda y, t: (y != -100).sum(), "b": lambda y, t: t.numel()}
 
 @pytest.mark.parametrize("wrong", [(Y,), (Y, T, T), {"y": Y, "t": T}])
 def test_step_with_wrong_targets_can_be_repeated_with_the_right_ones(wrong):
-    net, inputs = nn.Linear(4, 3), torch.randn(5, 4)
+    net = nn.Linear(4, 3)
+    inputs = torch.randn(5, 4)
     step = still_step(net, DataParallelCriterion(losses, weight=DIVISORS), 2, micro_batch_size=1)
     with pytest.raises(TypeError):
         step(inputs, wrong)
@@ -111,11 +116,9 @@ CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 0.1])
 
 def weighted_and_bounded(out, labels, boxes):
     """Returns a mean with a small divisor that has no bound, one with a bound, and one whose small divisor has a bound."""
-    errors, has_box, scores = (
-        (out[:, 3] - boxes).abs(),
-        labels != 2,
-        CLASS_WEIGHTS.to(out)[labels] / 4,
-    )
+    errors = (out[:, 3] - boxes).abs()
+    has_box = labels != 2
+    scores = CLASS_WEIGHTS.to(out)[labels] / 4
     return {
         "class": F.cross_entropy(out[:, :3], labels, CLASS_WEIGHTS.to(out)),
         "box": (errors * has_box).sum() / has_box.sum().clamp(min=1),
@@ -135,22 +138,18 @@ BOUNDED_DIVISORS = {
 def test_each_mean_has_its_minimum(labels, names):
     """A number bounds counts, and a number for each mean its divisor, by hand and in micro-batches."""
     torch.manual_seed(0)
-    net, inputs, boxes, labels = (
-        nn.Linear(4, 4),
-        torch.randn(5, 4),
-        torch.rand(5),
-        torch.tensor(labels),
-    )
+    net = nn.Linear(4, 4)
+    inputs = torch.randn(5, 4)
+    boxes = torch.rand(5)
+    labels = torch.tensor(labels)
 
     def criterion(*arguments):
         return {
             name: mean for name, mean in weighted_and_bounded(*arguments).items() if name in names
         }
 
-    weight, minimum = (
-        {name: BOUNDED_DIVISORS[name] for name in names},
-        {"class": 0, "box": 1, "score": 1},
-    )
+    weight = {name: BOUNDED_DIVISORS[name] for name in names}
+    minimum = {"class": 0, "box": 1, "score": 1}
     minimum = 1 if "score" not in names else minimum
     expected = criterion(net(inputs), labels, boxes)
     split = DataParallelCriterion(criterion, weight=weight, minimum=minimum)
@@ -194,7 +193,8 @@ def test_means_with_one_divisor_and_their_minimum_are_refused_in_a_step():
 
 def test_a_minimum_does_not_change_means_that_are_found():
     torch.manual_seed(0)
-    out, labels = torch.randn(4, 4), torch.tensor([2, 2, 2, 2])
+    out = torch.randn(4, 4)
+    labels = torch.tensor([2, 2, 2, 2])
 
     def criterion(out, labels):
         return (

@@ -40,7 +40,8 @@ def test_free_neighbouring_blocks_are_merged():
 
 
 def test_stream_does_not_reuse_the_memory_of_another():
-    events, sizes = [1, -1, 2], [4 * MIB] * 2
+    events = [1, -1, 2]
+    sizes = [4 * MIB] * 2
     assert replay(events, sizes).reserved == 20 * MIB
     assert replay(events, sizes, streams=[0, 0]).reserved == 20 * MIB
     assert replay(events, sizes, streams=[1, 0]).reserved == 40 * MIB

@@ -224,7 +224,8 @@ def test_the_text_has_at_most_100_columns_and_begins_with_the_verdict(capacity, 
 
 @pytest.mark.slow
 def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
-    jobs, run = [], candidates.try_traces
+    jobs = []
+    run = candidates.try_traces
     monkeypatch.setattr(candidates, "try_traces", lambda more: jobs.extend(more) or run(more))
     plan = memory.plan(
         Wide(),

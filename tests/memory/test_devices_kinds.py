@@ -68,7 +68,8 @@ def test_part_of_a_name_lists_the_kinds_with_it():
 
 
 def plan_small(**settings):
-    net, rows = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10)), torch.zeros(8, 64)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
+    rows = torch.zeros(8, 64)
     classes = torch.zeros(8, dtype=torch.long)
     return memory.plan(net, nn.CrossEntropyLoss(), rows, classes, batch_size=8, **settings)
 
@@ -228,7 +229,8 @@ def test_backward_of_flash_attention_takes_memory_for_itself(dtype, expected):
     blocks = report.batches.exact.first.blocks
     attention = GroupedAttention.forward.__code__.co_firstlineno + 5
     sizes = [block.size for block in blocks if block.line == f"backward of {__file__}:{attention}"]
-    sums, per_head = 4 * 3 * 8 * 128, 3 * 8 * 100 * 40 * 2
+    sums = 4 * 3 * 8 * 128
+    per_head = 3 * 8 * 100 * 40 * 2
     assert sums in sizes
     assert sum(sizes.count(size) for size in (64 * sums, per_head)) == 2 * (
         expected + (expected > 0)
@@ -307,7 +309,8 @@ def test_backward_of_an_embedding_has_a_workspace_on_cuda():
             for at in (rows, 2 * rows, 64)
         }
 
-    index, row = 8, 64 * 4 + 8
+    index = 8
+    row = 64 * 4 + 8
 
     def expected(ids, words):
         return 3 * ids * index + ids * row // 10 + min(ids, words) * (row + 2 * index)
@@ -323,7 +326,8 @@ def test_backward_of_an_embedding_has_a_workspace_on_cuda():
 
 def test_kinds_are_compared_in_one_call():
     """A loop by hand was needed, and a list of names raised AttributeError: 'lower'."""
-    net, batch = nn.Linear(256, 256), (torch.zeros(64, 256), torch.zeros(64, 256))
+    net = nn.Linear(256, 256)
+    batch = (torch.zeros(64, 256), torch.zeros(64, 256))
     problem = net, nn.MSELoss(), *batch
     found = memory.compare_kinds(*problem, device_kind=["t4", "h200", "mi250"])
     for kind, report in found.items():

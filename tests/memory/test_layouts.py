@@ -170,7 +170,8 @@ def test_ddp_adds_communication_buckets_to_the_plain_program():
     assert not torch.distributed.is_initialized()
 
 
-ROWS, WIDTH = 192, 64
+ROWS = 192
+WIDTH = 64
 
 
 def contrast(output, target):
@@ -318,7 +319,8 @@ def test_a_layout_is_one_class(monkeypatch):
         name = "mine"
 
     monkeypatch.setitem(LAYOUTS, "mine", Mine)
-    inputs, targets = torch.zeros(8, 64), torch.zeros(8, 64)
+    inputs = torch.zeros(8, 64)
+    targets = torch.zeros(8, 64)
     settings = {"devices": 2, "device_kind": "cpu"}
     reports = [
         memory.estimate(matrices(), nn.MSELoss(), inputs, targets, layout=layout, **settings)

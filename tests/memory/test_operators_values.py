@@ -230,7 +230,9 @@ def test_an_error_after_a_selection_names_what_was_assumed():
         estimate_sum(lambda h: h[h[:, 0] > 0] + torch.zeros(2, 8), device_kind="cpu")
 
 
-ROWS, STEPS, WIDTH = 8, 50, 64
+ROWS = 8
+STEPS = 50
+WIDTH = 64
 EVERY_SECOND = torch.arange(0, STEPS, 2)
 IN_PLACE = {  # functions of results that are as large as the peak of the step, and the sizes of layers in them
     "a sum of gradients": (lambda h: h[:, 1:] - h[:, :-1],),

@@ -247,7 +247,8 @@ def test_an_error_of_the_program_ends_the_search_at_once(caplog, error):
 @pytest.mark.parametrize("ended", [KeyboardInterrupt, TimeoutError])
 def test_a_search_that_is_stopped_ends_with_the_best_option_so_far(monkeypatch, caplog, ended):
     """Ctrl-C was a traceback, and what had been found was lost."""
-    choose, count = Option.choose, 1
+    choose = Option.choose
+    count = 1
 
     def choose_some(option, plain):
         if len(tried) == count:
@@ -267,7 +268,8 @@ def test_a_search_that_is_stopped_ends_with_the_best_option_so_far(monkeypatch, 
         message.startswith("the best so far: replicas, 24 x 1, ") for message in caplog.messages
     )
     assert "the search was stopped: a cheaper option may fit" in caplog.messages
-    tried, count = [], 0
+    tried = []
+    count = 0
     with pytest.raises(ended):
         make_plan("1GiB", 1, 24)
 

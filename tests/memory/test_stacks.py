@@ -212,7 +212,8 @@ def test_a_block_that_differs_is_not_one_of_equal_blocks(name):
 def test_blocks_may_know_their_number():
     module = Stacked()
     for number, block in enumerate(module.blocks):
-        block.number, block.name = number, f"blocks.{number}.layers"
+        block.number = number
+        block.name = f"blocks.{number}.layers"
         block.drop.p = 0.1 + number / 100
     assert stacks.find_stack(module).length == DEPTH
     module.blocks[5].number = 0

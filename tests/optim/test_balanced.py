@@ -55,7 +55,8 @@ def channels_last():
 
 
 NETWORKS = BODIES | {"channels last": channels_last}
-LARGE, SMALL = 25 * 2**20, 1
+LARGE = 25 * 2**20
+SMALL = 1
 CASES = [
     *((SMALL, kind, "mlp", None) for kind in KINDS),
     *((LARGE, "AdamW", network, None) for network in NETWORKS),
@@ -228,9 +229,9 @@ def test_state_dict_and_step_hooks_are_called():
 @pytest.mark.parametrize("devices", [["cpu"] * 2, ["sim:0", "sim:1"]], ids=["cpu", "sim"])
 def test_empty_parameter_lists_raise_an_error(devices):
     with simulate(2):
-        with pytest.raises(ValueError, match="BalancedOptimizer got an empty parameter list"):
+        with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
             BalancedOptimizer(DataParallelModel(nn.Tanh(), devices), torch.optim.SGD, lr=0.1)
-        with pytest.raises(ValueError, match="BalancedOptimizer got an empty parameter list"):
+        with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
             BalancedOptimizer(
                 DataParallelModel(build_net().to(devices[0]), devices), torch.optim.SGD, [], lr=0.1
             )

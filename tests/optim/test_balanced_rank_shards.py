@@ -101,7 +101,8 @@ def test_frozen_shards_are_not_gathered(rank):
     step = parallel_step(
         net, devices=["cpu"], strategy="fsdp", kind=torch.optim.Adafactor, is_balanced=True
     )
-    shapes, whole = [], balanced._whole
+    shapes = []
+    whole = balanced._whole
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             balanced, "_whole", lambda tensor: shapes.append(tuple(tensor.shape)) or whole(tensor)

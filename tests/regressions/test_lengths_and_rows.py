@@ -1,24 +1,20 @@
-"""Rows whose lengths differ between shards, a first shard of one row, and outputs that are views of parameters."""
+"""Rows whose lengths differ between shards, and a first shard of one row."""
 
-import copy
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.optimizers import sgd
 from helpers.ranks import on_ranks
+from helpers.steps import make_step
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.testing import assert_close
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel import DataParallelCriterion, parallelize
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def make_step(net, criterion, devices=1, rows=None, lr=0.0):
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    model = DataParallelModel(net, ["cpu"] * devices)
-    return TrainStep(model, DataParallelCriterion(criterion), optimizer, micro_batch_size=rows)
 
 
 def packed(output, target):
@@ -52,7 +48,7 @@ def test_means_over_the_positions_of_each_row_are_exact(name):
     """Micro-batches pad to their own longest row, and the number of elements does not follow from that."""
     torch.manual_seed(0)
     net = nn.Embedding(11, 5)
-    step = make_step(net, OF_POSITIONS[name])
+    step = make_step(net, OF_POSITIONS[name], devices=1, lr=0.0)
     for _ in range(2):
         rows = [torch.randint(1, 11, (length,)) for length in (2, 5, 3, 1, 4, 2)]
         whole = nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -60,7 +56,7 @@ def test_means_over_the_positions_of_each_row_are_exact(name):
         for part in (rows[:2], rows[2:3], rows[3:]):
             words = nn.utils.rnn.pad_sequence(part, batch_first=True)
             step.add(words, words)
-        torch.testing.assert_close(step.apply(), expected.detach())
+        assert_close(step.apply(), expected.detach())
 
 
 @pytest.mark.parametrize(
@@ -72,7 +68,7 @@ def test_means_over_the_positions_of_each_row_are_exact(name):
     ],
 )
 def test_losses_of_torch_over_padded_positions_are_refused(criterion):
-    step = make_step(nn.Linear(4, 5), criterion)
+    step = make_step(nn.Linear(4, 5), criterion, devices=1)
 
     def update():
         step.add(torch.randn(3, 6, 4), torch.zeros(3, 6, 5))
@@ -94,7 +90,7 @@ def test_rows_that_are_compared_later_are_seen_in_micro_batches_of_one_row():
         return (errors - errors.mean(0)).square().mean()
 
     torch.manual_seed(0)
-    step = make_step(nn.Linear(4, 5), criterion, rows=1)
+    step = make_step(nn.Linear(4, 5), criterion, devices=1, micro_batch_size=1)
     for number in range(4):  # noqa: B007 - the criterion reads it
         step(torch.randn(6, 4), torch.rand(6, 5))
     number = 4
@@ -104,15 +100,14 @@ def test_rows_that_are_compared_later_are_seen_in_micro_batches_of_one_row():
 
 def test_the_steps_of_a_gan_do_not_warn():
     """The generator's step leaves gradients in the discriminator, which its own step drops."""
-    generator, discriminator = nn.Linear(3, 4), nn.Linear(4, 1)
-    both = nn.Sequential(generator, discriminator)
-    of_both = DataParallelModel(both, ["cpu"] * 2)
-    first = TrainStep(
-        of_both,
-        DataParallelCriterion(lambda scores: F.softplus(-scores).mean()),
-        torch.optim.SGD(generator.parameters(), lr=0.1),
+    generator = nn.Linear(3, 4)
+    discriminator = nn.Linear(4, 1)
+    first = make_step(
+        nn.Sequential(generator, discriminator),
+        lambda scores: F.softplus(-scores).mean(),
+        sgd(generator),
     )
-    second = make_step(discriminator, nn.BCEWithLogitsLoss(), 2, lr=0.1)
+    second = make_step(discriminator, nn.BCEWithLogitsLoss())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
@@ -120,53 +115,40 @@ def test_the_steps_of_a_gan_do_not_warn():
             first(torch.randn(6, 3))
 
 
-class Policy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mean, self.log_std = nn.Linear(4, 5), nn.Parameter(torch.linspace(-0.2, 0.2, 5))
-
-    def forward(self, inputs):
-        mean = self.mean(inputs)
-        return mean, self.log_std.expand_as(mean)
-
-
-def negative_log_likelihood(mean, log_std, target):
-    return (((mean - target) / log_std.exp()).square() / 2 + log_std).sum(1).mean()
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@on_ranks(2)
-def test_an_output_that_is_a_view_of_a_parameter(rank, strategy):
-    """FSDP2 frees its memory behind the forward: the process ended with a segmentation fault."""
-    torch.manual_seed(0)
-    net = Policy().double()
-    plain = copy.deepcopy(net)
-    model, criterion = parallelize(
-        net, DataParallelCriterion(negative_log_likelihood), strategy=strategy
-    )
-    step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
-    )
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        inputs, target = torch.randn(7, 4).double(), torch.rand(7, 5).double()
-        mine = slice(0, 3) if rank == 0 else slice(3, 7)
-        optimizer.zero_grad()
-        expected = negative_log_likelihood(*plain(inputs), target)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(step(inputs[mine], target[mine]), expected.detach())
-
-
 @on_ranks(2)
 def test_a_rank_without_rows_may_have_another_length(rank):
     """The output of a rank without rows is that of an earlier batch, of another length."""
-    torch.manual_seed(0)
-    net = nn.Linear(4, 5).double()
+    net = nn.Linear(4, 5)
     model, criterion = parallelize(net, nn.MSELoss(), strategy="ddp")
     for number, length in enumerate((3, 4)):
-        inputs, target = torch.randn(4, length, 4).double(), torch.rand(4, length, 5).double()
+        inputs = torch.randn(4, length, 4)
+        target = torch.rand(4, length, 5)
         rows = slice(2 * rank, 2 * rank + 2) if number == 0 else slice(0, 4 * rank)
         loss = criterion(model(inputs[rows]), target[rows])
-        torch.testing.assert_close(loss.detach(), F.mse_loss(net(inputs), target).detach())
+        assert_close(loss.detach(), F.mse_loss(net(inputs), target).detach())
+        loss.backward()
+
+
+class WithSums(nn.Linear):
+    """Returns rows with a gradient, and the sums of the inputs, which have none."""
+
+    def forward(self, inputs):
+        return {"rows": super().forward(inputs), "sums": inputs.sum(1)}
+
+
+@on_ranks(2)
+def test_an_output_without_a_gradient_has_none_on_a_rank_without_rows(rank):
+    """That rank alone ran a collective in the backward, and the process was aborted."""
+    torch.manual_seed(0)
+    net = WithSums(4, 5).double()
+
+    def criterion(output, target):
+        return (output["rows"] - target).square().mean() * output["sums"].std()
+
+    model, whole = parallelize(net, DataParallelCriterion(criterion, whole=True), strategy="ddp")
+    for first in (2, 0, 1):
+        inputs, target = torch.randn(6, 4).double(), torch.rand(6, 5).double()
+        mine = slice(0, first) if rank == 0 else slice(first, 6)
+        loss = whole(model(inputs[mine]), target[mine])
+        torch.testing.assert_close(loss.detach(), criterion(net(inputs), target).detach())
         loss.backward()

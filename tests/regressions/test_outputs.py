@@ -166,7 +166,10 @@ class TestPerReplica:
         expected = gradients(net)
         net.zero_grad()
         scores = DataParallelModel(net, CPUS)(x)
-        (slope,) = torch.autograd.grad(scores, x, scores.map(torch.ones_like), create_graph=True)
+        with pytest.raises(TypeError, match=r"grad\(\) is not defined .*call \.gather\(\)"):
+            torch.autograd.grad(scores, x, scores.map(torch.ones_like), create_graph=True)
+        scores = scores.gather()
+        (slope,) = torch.autograd.grad(scores, x, torch.ones_like(scores), create_graph=True)
         found = (slope.norm(dim=1) - 1).pow(2).mean()
         found.backward()
         assert_close(found, penalty)

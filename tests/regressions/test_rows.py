@@ -31,7 +31,8 @@ class TestOtherDimensions:
         return Calls(lambda net, x: net(x))  # [T, B, 4] to [T, B, CLASSES]
 
     def test_time_major_outputs_need_the_dimension_of_the_targets(self):
-        x, target = torch.randn(5, 7, 4), torch.randint(CLASSES, (5, 7))
+        x = torch.randn(5, 7, 4)
+        target = torch.randint(CLASSES, (5, 7))
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         model = DataParallelModel(self.time_major(), CPUS, dim=1)
         with pytest.raises(
@@ -44,7 +45,8 @@ class TestOtherDimensions:
         def loss(output, target):
             return F.cross_entropy(output.reshape(-1, CLASSES), target.reshape(-1))
 
-        x, target = torch.randn(5, 7, 4), torch.randint(CLASSES, (5, 7))
+        x = torch.randn(5, 7, 4)
+        target = torch.randint(CLASSES, (5, 7))
         target[2:, :3] = -100
         weight = lambda output, target: (target != -100).sum()  # noqa: E731
         for dim, given in ((1, target), (None, Along(target, 1))):
@@ -64,11 +66,14 @@ class TestOtherDimensions:
                 return function(self.net, x, state, scale)
 
         module = Recurrent(None)
-        x, state, scale = torch.randn(7, 4), torch.randn(2, 7, 4), torch.rand(5)
+        x = torch.randn(7, 4)
+        state = torch.randn(2, 7, 4)
+        scale = torch.rand(5)
         model = DataParallelModel(module, CPUS, out_dims=(0, 1))
         outputs = model(x, Along(state, 1), Whole(scale))
         assert [output["state"].shape for output in outputs] == [(2, 3, 4), (2, 2, 4), (2, 2, 4)]
-        whole, expected = outputs.gather(), module(x, state, scale)
+        whole = outputs.gather()
+        expected = module(x, state, scale)
         assert_close(whole, expected)
         assert_close(gather(outputs["state"]), expected["state"])
         again = model(x, outputs["state"], Whole(scale))  # from step to step, on its devices

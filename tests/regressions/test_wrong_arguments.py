@@ -9,6 +9,7 @@ import torch
 from helpers.loops import CPUS, Calls
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 import balanced_parallel
 from balanced_parallel import (
@@ -177,7 +178,7 @@ ERRORS = {
     "mesh= was given in one process, expected None": lambda: parallelize(
         nn.Linear(4, 3), mesh=object()
     ),
-    "reduction='batchmean', expected 'mean', 'sum' or 'none'": lambda: chunked(
+    "reduction='batchmean', expected 'mean' or 'sum': for the losses of rows": lambda: chunked(
         reduction="batchmean"
     ),
     r"shape \(6,\).*inputs of shape \(7, 4\).*class indices of shape \(7,\)": lambda: chunked(
@@ -190,21 +191,23 @@ ERRORS = {
     "label_smoothing=2, expected a number from 0 to 1": lambda: savings.LinearCrossEntropy(
         4, 3, label_smoothing=2
     ),
-    "reduction='max', expected 'mean', 'sum' or 'none'": lambda: savings.LinearCrossEntropy(
+    "reduction='max', expected 'mean' or 'sum'": lambda: savings.LinearCrossEntropy(
         4, 3, reduction="max"
     ),
     "the model is a Linear, expected a DataParallelModel or the model": lambda: BalancedOptimizer(
         nn.Linear(4, 3), SGD, lr=0.1
     ),
-    "0.1 was given, expected a class of optimizers": lambda: BalancedOptimizer(make_model(), 0.1),
+    "an object of type float, expected a class of optimizers": lambda: BalancedOptimizer(
+        make_model(), 0.1
+    ),
     "LBFGS evaluates the loss several times per step, and BalancedOptimizer once": lambda: (
         BalancedOptimizer(make_model(), torch.optim.LBFGS, lr=0.1)
     ),
     "shard='rows', expected 'elements', 'parameters' or None": lambda: BalancedOptimizer(
         make_model(), SGD, shard="rows", lr=0.1
     ),
-    "type generator": lambda: BalancedOptimizer(nn.Linear(4, 3).parameters(), ADAMW),
-    "an instance of AdamW was given": lambda: BalancedOptimizer(
+    "model=<generator": lambda: BalancedOptimizer(nn.Linear(4, 3).parameters(), ADAMW),
+    "an object of type AdamW, expected a class of optimizers": lambda: BalancedOptimizer(
         make_model(), ADAMW(make_model().parameters())
     ),
     "max_grad_norm='1', expected a positive number": lambda: make_step(max_grad_norm="1"),
@@ -342,7 +345,10 @@ def test_a_batch_without_targets_is_told_where_they_go():
 
 
 def test_objects_show_their_settings(tmp_path):
-    assert repr(ByCost(len, limit=8)) == "ByCost(cost=<built-in function len>, limit=8)"
+    text = "RankBatchSampler(batches=0, rows=9, batch_size=3, seed=0, micro_batch_size=None)"
+    assert repr(RankBatchSampler(range(9), 3, seed=0)) == text
+    text = "ByCost(cost=<built-in function len>, collate=<class 'tuple'>, limit=8)"
+    assert repr(ByCost(len, collate=tuple, limit=8)) == text
     checkpoints = Checkpoints(tmp_path, keep=2, step=make_step())
     assert repr(checkpoints) == f"Checkpoints('{tmp_path}', keep=2, parts=['step'])"
 
@@ -389,19 +395,13 @@ class TestSteps:
             step.add(INPUTS, TARGETS)
             assert step.apply().isfinite()
 
-    def test_states_that_are_not_mappings_and_costs_that_are_not_one_per_row(self):
+    def test_states_that_are_not_mappings(self):
         for state in ([], None, "step.pt"):
             with pytest.raises(
                 TypeError,
                 match=r"state_dict=.*, expected what a TrainStep's state_dict\(\) returns",
             ):
                 make_step().load_state_dict(state)
-        for cost in (None, 5, torch.tensor(5)):
-            with pytest.raises(
-                TypeError,
-                match=r"cost= returned .*, expected one number for each row of the inputs",
-            ):
-                make_step(cut=ByCost(lambda inputs, cost=cost: cost))(INPUTS, TARGETS)
 
 
 class Masked(nn.Linear):
@@ -593,6 +593,7 @@ def test_arguments_of_other_libraries():
         (functools.partial(parallelize, nn.Linear(4, 3), nn.MSELoss()), "devices", "device_ids"),
         (functools.partial(RankBatchSampler, INPUTS, 2), "shuffle", "seed"),
         (functools.partial(BalancedBatchSampler, [1.0, 2.0], 2), "shuffle", "seed"),
+        (functools.partial(ByCost, len, collate=tuple), "max_tokens", "limit"),
     ):
         with pytest.raises(
             TypeError,
@@ -625,9 +626,8 @@ def sampler(**settings):
 
 
 def cost_step(**settings):
-    return make_step(cut=ByCost(**{"cost": lambda inputs: inputs.sum(1), **settings}))(
-        INPUTS, TARGETS
-    )
+    settings = {"cost": lambda sample: 1.0, "collate": default_collate, **settings}
+    return make_step(cut=ByCost(**settings))([*zip(INPUTS, TARGETS, strict=True)])
 
 
 CALLS = {
@@ -686,7 +686,6 @@ CALLS = {
     "combine": [lambda value: sampler(combine=value), lambda value: cost_step(combine=value)],
     "cost": [lambda value: cost_step(cost=value)],
     "collate": [lambda value: cost_step(collate=value)],
-    "trim": [lambda value: cost_step(trim=value)],
     "limit": [lambda value: cost_step(limit=value)],
     "keep": [lambda value: Checkpoints("unused", keep=value, net=nn.Linear(4, 3))],
     "part": [lambda value: Checkpoints("unused", part=value)],

@@ -154,8 +154,10 @@ PROGRAMS = [
 @pytest.mark.parametrize("rows", [1, 2, 7])
 @pytest.mark.parametrize(("part", "loss"), PROGRAMS)
 def test_three_replicas_equal_the_plain_program(part, loss, rows, double):
-    plain, criterion = build(part), CRITERIA[loss]()
-    net, split = copy.deepcopy(plain), copy.deepcopy(criterion)
+    plain = build(part)
+    criterion = CRITERIA[loss]()
+    net = copy.deepcopy(plain)
+    split = copy.deepcopy(criterion)
     model = DataParallelModel(net, CPUS)
     step = TrainStep(model, DataParallelCriterion(split), sgd(net))
     compare(step, net, plain, (criterion, split), (*batch(rows), slice(None)), [range(rows)])
@@ -164,8 +166,10 @@ def test_three_replicas_equal_the_plain_program(part, loss, rows, double):
 @pytest.mark.parametrize(("part", "loss"), PROGRAMS)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_micro_batches_have_sums_of_their_own(devices, part, loss, double):
-    plain, criterion = build(part), CRITERIA[loss]()
-    net, split = copy.deepcopy(plain), copy.deepcopy(criterion)
+    plain = build(part)
+    criterion = CRITERIA[loss]()
+    net = copy.deepcopy(plain)
+    split = copy.deepcopy(criterion)
     step = TrainStep(
         DataParallelModel(net, ["cpu"] * devices),
         DataParallelCriterion(split),
@@ -179,7 +183,8 @@ def test_micro_batches_have_sums_of_their_own(devices, part, loss, double):
 
 def check_ranks(rank, strategy, part, loss, sizes, micro_batch_size):
     torch.set_default_dtype(torch.float64)
-    plain, criterion = build(part), CRITERIA[loss]()
+    plain = build(part)
+    criterion = CRITERIA[loss]()
     split = copy.deepcopy(criterion)
     net = copy.deepcopy(plain)
     model, wrapped = parallelize(net, split, strategy=strategy)

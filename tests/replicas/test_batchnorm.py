@@ -79,7 +79,8 @@ def test_three_replicas_equal_the_plain_program(rows, settings, double):
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     for _ in range(3):
         output, expected = plain_run(plain, x, weights)
-        expected_input, x.grad = x.grad, None
+        expected_input = x.grad
+        x.grad = None
         found = gather(DataParallelModel(net, CPUS)(x))
         (found * weights).pow(3).sum().backward()
         assert_equal(found, output)
@@ -172,15 +173,20 @@ def test_replica_without_the_exchange_raises_an_error(fails, error, message):
     assert threading.active_count() < 10
 
 
-def test_activation_checkpointing_raises_an_error():
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_activation_checkpointing_raises_an_error(is_reentrant):
     class Checkpointed(nn.Sequential):
         def forward(self, x):
-            return checkpoint(self[0], x, use_reentrant=False)
+            return checkpoint(self[0], x, use_reentrant=is_reentrant)
 
     net = convert_sync_batchnorm(Checkpointed(nn.BatchNorm1d(2)))
-    outputs = DataParallelModel(net, CPUS)(torch.randn(6, 2, requires_grad=True))
-    with pytest.raises(RuntimeError, match="cannot be recomputed in the backward"):
-        gather(outputs).pow(2).sum().backward()
+    model = DataParallelModel(net, CPUS)
+    x = torch.randn(6, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="expected it outside of activation checkpointing"):
+        gather(model(x)).pow(2).sum().backward()
+    model.eval()
+    gather(model(x)).pow(2).sum().backward()
 
 
 @pytest.mark.parametrize(

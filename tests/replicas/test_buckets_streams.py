@@ -135,7 +135,8 @@ def current_streams():
 def test_sums_run_on_side_streams(small_buckets, monkeypatch, balanced):
     """All but those of the last bucket, with which nothing could overlap."""
     with simulate(2):
-        streams, name = [], "reduce_scatter" if balanced else "reduce"
+        streams = []
+        name = "reduce_scatter" if balanced else "reduce"
         collective = getattr(transport, name)
 
         def watched(*args):

@@ -332,7 +332,8 @@ class Words(nn.Module):
     def __init__(self, function, **settings):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(7, 3))
-        self.function, self.settings = function, settings
+        self.function = function
+        self.settings = settings
 
     def forward(self, tokens):
         return self.function(tokens, self.weight, **self.settings).flatten(1)

@@ -24,7 +24,8 @@ def mse():
 
 
 def exchange(net):
-    first, second = net[2].weight.data, net[3].weight.data
+    first = net[2].weight.data
+    second = net[3].weight.data
     kept = first.clone()
     first.copy_(second)
     second.copy_(kept)

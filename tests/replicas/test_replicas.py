@@ -205,18 +205,15 @@ def test_tensors_of_layers_are_on_the_device_of_their_replica(name):
         assert devices_of(found) == ["sim:0", "sim:2", "cpu"]
 
 
-@pytest.mark.parametrize("converted", [False, True])
-def test_buffers_move_if_the_first_device_gets_no_rows(converted):
-    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    x = torch.randn(6, 4)
-    expected = copy.deepcopy(net)
-    expected(x)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_first_device_has_a_row_and_writes_the_buffers(rows):
     with simulate(2):
-        model = DataParallelModel(convert_sync_batchnorm(net) if converted else net, split=[0, 1])
-        model(x)
-        found = {name: buffer.cpu() for name, buffer in model.module.named_buffers()}
-    for name, buffer in expected.named_buffers():
-        assert_close(found[name], buffer)
+        model = DataParallelModel(convert_sync_batchnorm(nn.BatchNorm2d(4)), split=[0.1, 9])
+        outputs = model(torch.randn(rows, 4, 2, 2))
+        assert model.module.num_batches_tracked == 1
+        assert not torch.equal(model.module.running_mean.cpu(), torch.zeros(4))
+    assert outputs.sizes == (1, rows - 1)[: len(outputs)]
+    assert len(outputs) == min(rows, 2)
 
 
 def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
@@ -370,7 +367,8 @@ class Copies:
     """Copies between devices since the last look."""
 
     def __init__(self, cluster):
-        self.cluster, self.seen = cluster, 0
+        self.cluster = cluster
+        self.seen = 0
 
     def take(self):
         found = self.cluster.copies[self.seen :]

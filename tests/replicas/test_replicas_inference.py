@@ -73,7 +73,9 @@ def test_evaluation_between_steps_leaves_training_as_it_is(double):
 
 
 def test_activations_are_not_kept():
-    layers, width, peaks = 12, 64, []
+    layers = 12
+    width = 64
+    peaks = []
     for evaluates in (False, True):
         with simulate(2) as cluster:
             model = DataParallelModel(

@@ -1,6 +1,6 @@
 """Workers of replicas: results, failures, and the state of the calling thread.
 
-Threads of the replicas: they persist, end with the models, and keep nothing.
+Threads of the replicas: they persist, and keep nothing.
 """
 
 import contextvars
@@ -31,10 +31,14 @@ from balanced_parallel import (
     simulate,
 )
 from balanced_parallel.replicas import workers
-from balanced_parallel.replicas.workers import WorkerPool, current_replica, run_replicas
+from balanced_parallel.replicas.workers import current_replica, run_replicas
 
 CPUS = [torch.device("cpu")] * 3
 APART = [torch.device("cpu", index) for index in range(3)]  # replicas on one device take turns
+
+
+def idle_threads():
+    return {worker.thread for each in workers._idle.values() for worker in each}
 
 
 class Custom(Exception):
@@ -42,7 +46,8 @@ class Custom(Exception):
 
     def __init__(self, code, *, detail):
         super().__init__(code, detail)
-        self.code, self.detail = code, detail
+        self.code = code
+        self.detail = detail
 
     def __str__(self):
         return f"code {self.code}"
@@ -148,6 +153,7 @@ def test_replicas_do_not_begin_after_a_failure_on_their_device():
 @pytest.mark.parametrize("moment", ["before a start", "in a start"])
 def test_keyboard_interrupt_before_all_workers_run_ends_the_others(monkeypatch, moment):
     calls = []
+    ended = []
     start = threading.Thread.start
 
     def interrupted(thread, *arguments):
@@ -158,12 +164,15 @@ def test_keyboard_interrupt_before_all_workers_run_ends_the_others(monkeypatch, 
             start(thread)
         raise KeyboardInterrupt
 
+    def exchanging():
+        with pytest.raises(RuntimeError, match="ended without the exchange"):
+            current_replica().exchange(1)
+        ended.append(threading.current_thread())
+
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_replicas([lambda: current_replica().exchange(1)] * 3, CPUS)
-    for thread in calls if moment == "in a start" else calls[:1]:
-        thread.join(20)
-        assert not thread.is_alive()
+        run_replicas([exchanging] * 3, CPUS)
+    assert {*ended} <= {calls[0]} == idle_threads()
 
 
 def press_ctrl_c():
@@ -172,7 +181,6 @@ def press_ctrl_c():
 
 def test_keyboard_interrupt_ends_exchanges_on_one_device(monkeypatch):
     monkeypatch.setattr(workers, "INTERRUPTED_SECONDS", 0.4)
-    pool = WorkerPool()
 
     def exchanging():
         return current_replica().exchange(1)
@@ -183,13 +191,12 @@ def test_keyboard_interrupt_ends_exchanges_on_one_device(monkeypatch):
         return current_replica().exchange(1)
 
     with pytest.raises(KeyboardInterrupt):
-        run_replicas([exchanging, interrupting, exchanging], CPUS, pool=lambda: pool)
-    assert run_replicas([exchanging] * 3, CPUS, pool=lambda: pool) == [[1] * 3] * 3
+        run_replicas([exchanging, interrupting, exchanging], CPUS)
+    assert run_replicas([exchanging] * 3, CPUS) == [[1] * 3] * 3
 
 
 def test_keyboard_interrupt_does_not_wait_for_a_hanging_replica(monkeypatch):
     monkeypatch.setattr(workers, "INTERRUPTED_SECONDS", 0.2)
-    pool = WorkerPool()
     released = threading.Event()
     threads = []
 
@@ -199,24 +206,9 @@ def test_keyboard_interrupt_does_not_wait_for_a_hanging_replica(monkeypatch):
         released.wait(60)
 
     with pytest.raises(KeyboardInterrupt):
-        run_replicas([int, hanging, int], APART, pool=lambda: pool)
-    assert (
-        run_replicas([threading.current_thread] * 3, APART, pool=lambda: pool)[1] is not threads[0]
-    )
+        run_replicas([int, hanging, int], APART)
+    assert run_replicas([threading.current_thread] * 3, APART)[1] is not threads[0]
     released.set()
-    threads[0].join(20)
-    assert not threads[0].is_alive()
-
-
-def live_workers():
-    return {thread for thread in threading.enumerate() if thread.name.startswith("replica")}
-
-
-def wait_for_no_workers():
-    deadline = time.monotonic() + 20
-    while live_workers():
-        assert time.monotonic() < deadline, f"left: {live_workers()}"
-        time.sleep(0.01)
 
 
 def normalised():
@@ -268,12 +260,13 @@ def test_one_thread_per_replica_runs_all_forwards_and_the_criterion():
         net.threads = {}
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             copied(torch.randn(6, 4))
-        assert len(live_workers()) == 3
+        assert len(idle_threads()) == 3
 
 
 def test_threads_keep_nothing_of_the_forward_that_starts_them(monkeypatch):
     """Models were never freed on Python without the global lock, where a thread keeps the context in which it was started."""
-    contexts, start = [], threading.Thread.start
+    contexts = []
+    start = threading.Thread.start
     monkeypatch.setattr(
         threading.Thread,
         "start",
@@ -284,31 +277,10 @@ def test_threads_keep_nothing_of_the_forward_that_starts_them(monkeypatch):
     assert [len(context) for context in contexts] == [0, 0]
 
 
-def test_threads_end_with_the_last_model():
-    with simulate(3):
-        model = DataParallelModel(nn.Linear(4, 5))
-        criterion = DataParallelCriterion(nn.MSELoss())
-        criterion(model(torch.randn(6, 4)), torch.randn(6, 5)).backward()
-        before = live_workers()
-        assert len(before) == 3
-        del model
-        gc.collect()
-        assert live_workers() == before
-        del criterion
-        gc.collect()
-        wait_for_no_workers()
-
-
 def test_many_models_have_no_more_threads_than_one():
-    keep = []
     for number in range(10):
-        model = normalised()
-        model(torch.ones(6, 4))
-        keep = [*keep[-2:], model]
-        assert len(live_workers()) == 3, number
-    del model, keep
-    gc.collect()
-    wait_for_no_workers()
+        normalised()(torch.ones(6, 4))
+        assert len(idle_threads()) == 3, number
 
 
 def test_a_forward_inside_of_a_forward_gets_threads_of_its_own():
@@ -326,16 +298,13 @@ def test_a_forward_inside_of_a_forward_gets_threads_of_its_own():
         model = DataParallelModel(Outer(inner))
         for _ in range(5):
             model(torch.randn(9, 4)).gather().sum().backward()
-        assert len(live_workers()) == 6  # the inner model runs one forward at a time
+        assert len(idle_threads()) == 6  # the inner model runs one forward at a time
 
 
 def test_forwards_in_two_threads_at_once_do_not_wait_for_each_other():
     together = threading.Barrier(6, timeout=20)
-    pool = WorkerPool()
-    settings = {"pool": lambda: pool}
     threads = [
-        threading.Thread(target=run_replicas, args=([together.wait] * 3, APART), kwargs=settings)
-        for _ in range(2)
+        threading.Thread(target=run_replicas, args=([together.wait] * 3, APART)) for _ in range(2)
     ]
     for thread in threads:
         thread.start()
@@ -343,8 +312,8 @@ def test_forwards_in_two_threads_at_once_do_not_wait_for_each_other():
         thread.join(20)
         assert not thread.is_alive()
     assert not together.broken
-    assert len(live_workers()) == 6
-    assert len(set(run_replicas([threading.current_thread] * 3, APART, pool=lambda: pool))) == 3
+    assert len(idle_threads()) == 6
+    assert len(set(run_replicas([threading.current_thread] * 3, APART))) == 3
 
 
 class Interrupting(nn.Module):
@@ -373,7 +342,7 @@ def test_a_model_can_be_used_after_ctrl_c():
             model(torch.randn(9, 4))
         assert [*map(id, net.parameters())] == own
         model(torch.randn(9, 4)).gather().sum().backward()
-        assert len(live_workers()) == 3
+        assert len(idle_threads()) == 3
 
 
 class Large:
@@ -383,7 +352,6 @@ class Large:
 @released_at_once
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_idle_worker_keeps_no_reference(fails):
-    pool = WorkerPool()
     large = Large()
     variable = contextvars.ContextVar("variable")
     seen = weakref.ref(large)
@@ -397,7 +365,7 @@ def test_an_idle_worker_keeps_no_reference(fails):
     gc.disable()  # reference counts alone: memory in a cycle comes back late
     try:
         try:
-            run_replicas([work, int, int], APART, pool=lambda: pool)
+            run_replicas([work, int, int], APART)
         except ValueError:
             assert fails
         del work, large
@@ -438,14 +406,14 @@ class Rows:
 def test_models_run_in_the_processes_of_a_loader():
     model = normalised()
     model(torch.ones(6, 4))
-    before = live_workers()
+    before = idle_threads()
     assert len(before) == 3
     loader = DataLoader(
         Rows(model), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60
     )
     assert sum(len(batch) for batch in loader) == 8
     model(torch.ones(6, 4))
-    assert live_workers() == before
+    assert idle_threads() == before
 
 
 EXIT = """

@@ -213,7 +213,8 @@ def in_thread(work):
 class Operators(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.names, self.entered = [], 0
+        self.names = []
+        self.entered = 0
 
     def __enter__(self):
         self.entered += 1
@@ -242,7 +243,8 @@ def test_modes_are_carried_and_not_entered_again():
 class Noting(TorchFunctionMode):
     def __init__(self, name, order):
         super().__init__()
-        self.name, self.order = name, order
+        self.name = name
+        self.order = order
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.order.append(self.name)

@@ -29,7 +29,8 @@ from balanced_parallel import (
 )
 from balanced_parallel.reproducible import exact
 
-ROWS, SIZE = 11, 2
+ROWS = 11
+SIZE = 2
 BITS = {"micro_batch_size": SIZE, "reproducible": "bits"}
 SHARES = {
     2: [0, 8, 11],
@@ -123,11 +124,14 @@ def train_with_means(rank, ranks=1, devices=1, resumed=False, rows=ROWS):
     """
     torch.manual_seed(0)
     module, (inputs, labels) = Counted(), batch(rows=rows)
-    inputs, labels = inputs[rows_of(rank, ranks)], labels[rows_of(rank, ranks)]
+    inputs = inputs[rows_of(rank, ranks)]
+    labels = labels[rows_of(rank, ranks)]
     values = torch.sin(7 * inputs[:, :1]).expand(-1, 5)
     model, criterion = parallelize(module, one_count, ["cpu"] * devices)
     make = functools.partial(TrainStep, model, criterion, sgd(module), max_grad_norm=1.0, **BITS)
-    found, counts, step = [], [], make()
+    found = []
+    counts = []
+    step = make()
     for _ in range(3):
         step = make() if resumed else step
         module.forwards.clear()
@@ -343,7 +347,8 @@ def test_a_scaler_skips_an_overflow_alike():
                 **BITS,
             )
             inputs, labels = batch()
-            values, scales = [], []
+            values = []
+            scales = []
             for factor in (1.0, 1e6, 1.0):  # the second one overflows
                 values += [step(inputs * factor, labels), step.grad_norm]
                 scales.append(step.precision.scaler.get_scale())
@@ -446,7 +451,7 @@ REFUSED = {
     "no number of rows": (SIZES, {"micro_batch_size": None}),
     "any number of rows": (SIZES, {"micro_batch_size": "auto"}),
     "shares": ("reproducible='bits' with split=", {"split": [2, 1]}),
-    "costs": ("with cut=ByCost", {"cut": ByCost(lambda inputs: inputs.abs().sum(1))}),
+    "costs": ("with cut=ByCost", {"cut": ByCost(len, collate=tuple)}),
     "all rows": (WHOLE, {"criterion": DataParallelCriterion(pairs, whole=True)}),
     "overlap": (WHOLE, {"criterion": DiceLoss()}),
     "batch norm over replicas": (

@@ -37,7 +37,8 @@ def describe(problem, layout, rank, names):
 
 def compare(problems, cases, results, expected):
     """Returns how many results were compared, and a text for each with other bits. ``results`` are those of each rank."""
-    failures, count = [], 0
+    failures = []
+    count = 0
     for rank, found in enumerate(results):
         for (problem, layout), digests in zip(cases, found, strict=True):
             names = differences(digests, expected[problem.seed], rank)

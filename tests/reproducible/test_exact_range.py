@@ -184,7 +184,8 @@ def test_buffers_that_groups_write_are_refused(name):
         )
         before = [each.detach().clone() for each in step.model.parameters()]
         with pytest.raises(
-            ValueError, match="with a forward that writes the buffer (mean|first|later), expected"
+            (ValueError, RuntimeError),
+            match="the buffer (mean|first|later)(, expected none| has other values)",
         ):
             step(*batch(14))
         assert all(map(torch.equal, before, step.model.parameters()))
@@ -228,7 +229,9 @@ def write_on_ranks(rank):
     )
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **BITS)
     rows = slice(0, 4) if rank == 0 else slice(4, ROWS)
-    with pytest.raises((ValueError, RuntimeError), match="writes the buffer mean"):
+    with pytest.raises(
+        (ValueError, RuntimeError), match="the buffer mean( has other values|, exp)"
+    ):
         step(*(part[rows] for part in batch()))
     model, criterion = parallelize(Writing(lambda *_: None), nn.CrossEntropyLoss(), ["cpu"])
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **BITS)

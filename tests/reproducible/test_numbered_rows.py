@@ -77,6 +77,16 @@ def batch():
     return words, torch.randint(5, (ROWS,), generator=numbers)
 
 
+def words_in(sample):
+    return int((sample[0] > 0).sum())
+
+
+def pad(samples):
+    """Returns words without the padding that all samples have, and the labels."""
+    words, labels = map(torch.stack, zip(*samples, strict=True))
+    return words[:, : max(map(words_in, samples))], labels
+
+
 def make_step(devices=1, change=lambda net: net, **settings):
     criterion = DataParallelCriterion(NoisyLabels(), weight="rows")
     return make_step_of(
@@ -90,7 +100,9 @@ def train(step, updates=2, add=None):
     words, labels = batch()
     losses = []
     for _ in range(updates):
-        if add is None:
+        if step.cut is not None:
+            losses.append(step([*zip(words, labels, strict=True)]))
+        elif add is None:
             losses.append(step(words, labels))
         else:
             for part in zip(words.split(add), labels.split(add), strict=True):
@@ -119,7 +131,7 @@ LAYOUTS = {
     "simulated": {"devices": ["sim:0", "sim:1", "sim:2"], "micro_batch_size": 2},
     "by cost": {
         "devices": 2,
-        "cut": ByCost(lambda words: (words > 0).sum(1), trim=1),
+        "cut": ByCost(words_in, collate=pad),
         "micro_batch_size": 2,
     },
     "checkpointed": {
@@ -223,7 +235,8 @@ class Parts(nn.Module):
     def __init__(self, drop):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(4, 6).double(), nn.Linear(6, 5).double()
+        self.first = nn.Linear(4, 6).double()
+        self.last = nn.Linear(6, 5).double()
         self.drop = drop
 
     def forward(self, inputs):
@@ -254,10 +267,8 @@ def step_of_parts(drop, devices=1, strategy=None):
     if strategy:
         model, criterion = parallelize(net, nn.MSELoss(), strategy=strategy)
     else:
-        model, criterion = (
-            DataParallelModel(net, ["cpu"] * devices),
-            DataParallelCriterion(nn.MSELoss()),
-        )
+        model = DataParallelModel(net, ["cpu"] * devices)
+        criterion = DataParallelCriterion(nn.MSELoss())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return TrainStep(model, criterion, optimizer, reproducible=True)
 
@@ -266,7 +277,8 @@ def step_of_parts(drop, devices=1, strategy=None):
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_parts_of_rows_in_blocks_are_an_error(kind, devices):
     """Their numbers were those of other rows, and differed between layouts, silently."""
-    inputs, target = torch.randn(9, 4).double(), torch.randn(9, 5).double()
+    inputs = torch.randn(9, 4).double()
+    target = torch.randn(9, 5).double()
     step = step_of_parts(BLOCKS[kind], devices)
     with pytest.raises(ValueError, match=r"several parts of each row, .* torch.stack\(\[h, h\]\)"):
         step(inputs, target)
@@ -274,7 +286,8 @@ def test_parts_of_rows_in_blocks_are_an_error(kind, devices):
 
 @pytest.mark.parametrize("kind", BESIDE)
 def test_parts_of_a_row_beside_each_other_follow_it(kind):
-    inputs, target = torch.randn(9, 4).double(), torch.randn(9, 5).double()
+    inputs = torch.randn(9, 4).double()
+    target = torch.randn(9, 5).double()
     losses = []
     for devices in (1, 3):
         step = step_of_parts(BESIDE[kind], devices)
@@ -284,7 +297,8 @@ def test_parts_of_a_row_beside_each_other_follow_it(kind):
 
 
 def train_parts(rank, strategy, kind):
-    inputs, target = torch.randn(2 * (rank == 0), 4).double(), torch.zeros(2, 5).double()
+    inputs = torch.randn(2 * (rank == 0), 4).double()
+    target = torch.zeros(2, 5).double()
     step = step_of_parts({**BLOCKS, **BESIDE}[kind], strategy=strategy)
     try:
         return step(inputs, target[: len(inputs)]).item()

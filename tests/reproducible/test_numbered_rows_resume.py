@@ -18,7 +18,8 @@ from balanced_parallel import (
 
 GENERATOR = torch.Generator().manual_seed(0)
 DATA = torch.randn(17, 4, dtype=torch.float64, generator=GENERATOR), torch.arange(17) % 3
-CPU, REPLICAS = ["cpu"], ["cpu"] * 3
+CPU = ["cpu"]
+REPLICAS = ["cpu"] * 3
 
 
 def train(folder, until, devices=None, *, strategy="auto", reproducible=True, **settings):

@@ -16,7 +16,8 @@ def philox_of_python(key, counter):
     """Philox4x32-10 as the paper writes it."""
     (k0, k1), words = (key & 0xFFFFFFFF, key >> 32), [counter, 0, 0, 0]
     for _ in range(10):
-        p0, p1 = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        p0 = words[0] * 0xD2511F53
+        p1 = words[2] * 0xCD9E8D57
         words = [
             (p1 >> 32) ^ words[1] ^ k0,
             p1 & 0xFFFFFFFF,

@@ -215,7 +215,8 @@ class Drawing(nn.Module):
 def draw_in_updates(rank, strategy):
     step = parallel_step(Drawing(), nn.MSELoss(), strategy=strategy, micro_batch_size=2)
     parts = [torch.ones(rows, 64) for rows in ((5, 2) if rank == 0 else (2, 0))]
-    drawn, following = [], []
+    drawn = []
+    following = []
     for _ in range(2):
         torch.manual_seed(5)
         step.model.module.masks.clear()

@@ -12,7 +12,8 @@ class Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor, name, names):
-        ctx.name, ctx.names = name, names
+        ctx.name = name
+        ctx.names = names
         return tensor.clone()
 
     @staticmethod

@@ -21,7 +21,9 @@ from balanced_parallel import (
 )
 from balanced_parallel.savings import LinearCrossEntropy
 
-WORDS, WIDTH, POSITIONS = 13, 6, 5
+WORDS = 13
+WIDTH = 6
+POSITIONS = 5
 
 
 class Body(nn.Module):
@@ -42,7 +44,8 @@ class Plain(nn.Module):
 
     def __init__(self, head):
         super().__init__()
-        self.linear, self.head = head.linear, [head]
+        self.linear = head.linear
+        self.head = [head]
 
     def forward(self, hidden, target):
         (head,) = self.head
@@ -127,9 +130,12 @@ def test_ranks_equal_the_plain_layers(rank, tied):
 
 @pytest.mark.parametrize("precision", [slow("fp32"), "bf16", slow("fp16")])
 def test_simulated_devices_never_have_the_logits_of_all_rows(precision):
-    words, rows, positions = 4096, 32, 64
+    words = 4096
+    rows = 32
+    positions = 64
     tokens = torch.randint(words, (rows, positions + 1))
-    peaks, losses = [], []
+    peaks = []
+    losses = []
     for make in (lambda: LinearCrossEntropy(32, words), None):
         torch.manual_seed(0)
         body = nn.Embedding(words, 32)

@@ -21,7 +21,7 @@ def test_simulated_gpus_print_losses_and_memory_and_write_the_plot(tmp_path):
     table = [line for line in output.splitlines() if line.lstrip().startswith("sim:")]
     assert [line.split()[0] for line in table] == names
     assert "temporaries" in output
-    assert "step 2: 1," in table[0]  # the loss
+    assert ", 1, " in table[0]  # the loss, in the second step
     assert plot.read_bytes().startswith(b"\x89PNG")
     check_rows(rows_of(output), [line["loss"] for line in lines])
 

@@ -19,7 +19,9 @@ def test_losses_are_equal_on_one_device_three_replicas_two_ranks_and_shards(tmp_
         "torchrun": (["--micro-batch-size", 5], {"ranks": 2}),
         "fsdp": (["--micro-batch-size", 5, "--strategy", "fsdp"], {"ranks": 2}),
     }
-    losses, validation, states = {}, {}, {}
+    losses = {}
+    validation = {}
+    states = {}
     for name, (flags, settings) in layouts.items():
         _, lines, summary = train(tmp_path / name, *common, *flags, **settings)
         losses[name] = [line["loss"] for line in lines if "loss" in line]
@@ -87,7 +89,8 @@ def test_bits_are_equal_in_all_layouts(tmp_path, monkeypatch, task, layouts):
         "ranks": ([], 2),
         "3 ranks": ([], 3),
     }
-    digests, lines = [], []
+    digests = []
+    lines = []
     for name in layouts:
         layout, ranks = found[name]
         output, metrics, summary = train(tmp_path / name, *flags, *layout, ranks=ranks)
@@ -105,7 +108,8 @@ def test_digits_task_reaches_95_percent_accuracy(tmp_path):
     assert summary["accuracy"] >= 0.95
     assert len(lines) == 200
     *_, results, wrote = output.splitlines()
-    loss, accuracy = summary["validation_loss"], summary["accuracy"]
+    loss = summary["validation_loss"]
+    accuracy = summary["accuracy"]
     assert results == f"validation loss {loss:.4f}, baseline loss 2.3026, accuracy {accuracy:.4f}"
     assert wrote == f"wrote {tmp_path}/run/metrics.jsonl, summary.json, model.safetensors"
 

@@ -102,7 +102,8 @@ def test_a_library_that_others_could_write_is_compiled_again(tmp_path, monkeypat
 
 @pytest.mark.parametrize("expose", [open_to_all, give_away])
 def test_a_folder_that_others_could_write_is_not_used(tmp_path, monkeypatch, expose):
-    home, temporary = tmp_path / "home", tmp_path / "tmp"
+    home = tmp_path / "home"
+    temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(compilation.Path, "home", lambda: home)
     monkeypatch.setattr(compilation.tempfile, "tempdir", str(temporary))

@@ -31,10 +31,8 @@ BATCHES = [
 def make_step(devices=("cpu",), optimizer="balanced", dropout=0.3, **settings):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 3))
-    model, criterion = (
-        DataParallelModel(net, list(devices)),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-    )
+    model = DataParallelModel(net, list(devices))
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     groups = [
         {"params": list(model.parameters())[:2], "weight_decay": 0.1},
         {"params": list(model.parameters())[2:]},
@@ -210,7 +208,7 @@ def test_state_of_other_parameters_raises_an_error():
 
 
 def test_limit_of_rows_is_not_taken_as_a_cost():
-    cut = ByCost(lambda inputs: inputs[:, 0])
+    cut = ByCost(len, collate=tuple)
     saved, same, by_cost = (
         make_step(micro_batch_size="auto", cut=each) for each in (None, None, cut)
     )

@@ -47,7 +47,8 @@ class Slow:
     """Lets a write begin, and wait until it may end."""
 
     def __init__(self, monkeypatch):
-        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.has_begun = threading.Event()
+        self.may_end = threading.Event()
         write = checkpoint.Writer.write_data
 
         def slow(*arguments):
@@ -60,7 +61,8 @@ class Slow:
 
 def test_ctrl_c_while_waiting_does_not_forget_the_write(tmp_path, monkeypatch):
     """The next save removed the files that were being written."""
-    write, checkpoints = Slow(monkeypatch), Checkpoints(tmp_path, net=nn.Linear(4, 3))
+    write = Slow(monkeypatch)
+    checkpoints = Checkpoints(tmp_path, net=nn.Linear(4, 3))
     checkpoints.save(1)
     assert write.has_begun.wait(30)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
@@ -80,7 +82,8 @@ def test_ctrl_c_while_waiting_does_not_forget_the_write(tmp_path, monkeypatch):
 )
 def test_ctrl_c_before_a_write_is_recorded_does_not_forget_it(begins, tmp_path, monkeypatch):
     """The next save removed the files that were being written: the checkpoint was lost."""
-    write, start = Slow(monkeypatch), checkpoint.async_save
+    write = Slow(monkeypatch)
+    start = checkpoint.async_save
 
     def interrupted(*arguments, **options):
         if begins:
@@ -102,7 +105,8 @@ def test_ctrl_c_before_a_write_is_recorded_does_not_forget_it(begins, tmp_path, 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
     """After ``os.chdir`` nothing was found there, so that a new run began."""
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     first.mkdir()
     second.mkdir()
     monkeypatch.chdir(first)
@@ -213,7 +217,8 @@ def test_state_of_another_program_is_refused_and_nothing_is_loaded(
 ):
     """Another optimizer was a KeyError one step later."""
     save(tmp_path, 1, step=make_step(**saved), net=nn.Linear(2, 2))
-    step, net = make_step(**loaded), nn.Linear(2, 2)
+    step = make_step(**loaded)
+    net = nn.Linear(2, 2)
     before = {
         name: tensor.clone()
         for name, tensor in {**step.model.state_dict(), **net.state_dict()}.items()
@@ -228,7 +233,8 @@ def test_state_of_another_program_is_refused_and_nothing_is_loaded(
 
 def test_part_that_was_not_saved_is_named_and_nothing_is_loaded(tmp_path):
     """It was ``KeyError: 'ema'`` after the other parts were loaded."""
-    net, ema = nn.Linear(2, 2), nn.Linear(2, 2)
+    net = nn.Linear(2, 2)
+    ema = nn.Linear(2, 2)
     save(tmp_path, 1, net=nn.Linear(2, 2), more=nn.Linear(2, 2))
     before = net.weight.clone()
     with pytest.raises(

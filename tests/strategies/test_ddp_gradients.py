@@ -54,7 +54,8 @@ def test_gradients_of_unregistered_parameters_raise_an_error(rank):
 
 @on_ranks(2)
 def test_loss_is_on_its_way_to_the_host_before_the_last_backward(rank):
-    events, start_copy = [], ranks.start_copy
+    events = []
+    start_copy = ranks.start_copy
 
     def noted(tensor):
         events.append("start")
@@ -101,7 +102,8 @@ def test_parameter_captured_by_the_criterion_gets_an_exact_gradient(double):
         return (output * scale - target).pow(2).mean()
 
     _, expected = plain_program(net, criterion, inputs, targets)
-    expected, scale.grad = [*expected, scale.grad], None
+    expected = [*expected, scale.grad]
+    scale.grad = None
     model, parallel = parallelize(
         net, criterion, ["cpu"], weight=lambda output, target: len(target)
     )

@@ -55,7 +55,8 @@ def check_words(rank, precision, all_sizes):
     if precision == "fp32":
         torch.set_default_dtype(torch.float64)
     tolerance = 1e-10 if precision == "fp32" else 2e-2
-    plain, counts = build_net(), []
+    plain = build_net()
+    counts = []
     model, criterion = parallelize(
         build_net(), nn.CrossEntropyLoss(), precision=precision, strategy="fsdp"
     )
@@ -68,7 +69,8 @@ def check_words(rank, precision, all_sizes):
     )
     for number, sizes in enumerate(all_sizes):
         torch.manual_seed(number)
-        inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes), ignored=1)
+        inputs = torch.randn(sum(sizes), 4)
+        targets = class_targets(sum(sizes), ignored=1)
         loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
         mine = inputs.split(sizes)[rank], targets.split(sizes)[rank]
         losses = []
@@ -130,7 +132,8 @@ class Branch(nn.Module):
 def check_whole_gradients(rank, precision):
     """Reduces gradients once in each update from the third on. Rank 1 has no rows in the last micro-batches."""
     torch.manual_seed(1)
-    inputs, targets = torch.randn(10, 4), class_targets(10)
+    inputs = torch.randn(10, 4)
+    targets = class_targets(10)
     inputs[:, 0] = inputs[:, 0].abs() * torch.tensor([1, 1, -1, -1, -1, -1, 1, 1, -1, -1])
     sizes = [6, 4]
     mine = inputs.split(sizes)[rank], targets.split(sizes)[rank]
@@ -141,7 +144,8 @@ def check_whole_gradients(rank, precision):
     )
     step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=2)
     tolerance = 1e-5 if precision == "fp32" else 5e-2
-    counts, fails = [], False
+    counts = []
+    fails = False
 
     def fail(gradient):
         if fails:

@@ -23,7 +23,8 @@ class Pairs(nn.Module):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.5))
+            self.layer = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.tensor(0.5))
 
         def forward(self, hidden):
             return hidden + self.scale * self.layer(hidden).tanh()

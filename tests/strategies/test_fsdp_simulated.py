@@ -20,7 +20,8 @@ TWO_DEVICES = {"layout": "fsdp", "devices": 2, "device_kind": "sim"}
 @on_ranks(2)
 def test_shards_on_simulated_devices_equal_the_plain_program(rank):
     torch.manual_seed(0)
-    inputs, targets = torch.randn(9, 4, dtype=torch.float64), class_targets(9, ignored=2)
+    inputs = torch.randn(9, 4, dtype=torch.float64)
+    targets = class_targets(9, ignored=2)
     loss, expected = plain_program(build_net().double(), nn.CrossEntropyLoss(), inputs, targets)
     mine = slice(0, 4) if rank == 0 else slice(4, 9)
     with simulate(2) as cluster:

@@ -284,7 +284,8 @@ step(torch.randn(2, 4), torch.randn(2, 3))
     [("backward", "raise"), ("batch norm", "raise"), ("pending", "raise"), ("pending", "sys.exit")],
 )
 def test_a_rank_that_fails_ends_the_job_within_ten_seconds(tmp_path, case, how):
-    script, moment = tmp_path / "script.py", tmp_path / "moment"
+    script = tmp_path / "script.py"
+    moment = tmp_path / "moment"
     script.write_text(RESTARTED)
     done = subprocess.run(
         [*TORCHRUN, str(script), case, how, str(moment)],
@@ -339,7 +340,8 @@ def error_of_rank(rank, folder, change):
     """Returns the error of ``parallelize`` on a rank whose code or versions differ, and the number of all-gathers."""
     torch.manual_seed(rank)  # the values of the parameters may differ
     script = folder / f"host{rank // 2}" / "train.py"
-    calls, gather_objects = [], collectives.gather_objects
+    calls = []
+    gather_objects = collectives.gather_objects
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
         patch.setattr(

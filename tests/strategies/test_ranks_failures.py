@@ -71,7 +71,8 @@ class Injector(TorchDispatchMode):
 
     def __init__(self, place=None, error=ValueError):
         super().__init__()
-        self.place, self.error = place, error
+        self.place = place
+        self.error = error
         self.places = []
         self.is_on = False
 
@@ -128,7 +129,8 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
         reproducible=reproducible,
         max_grad_norm=1.0,
     )
-    values, errors = [], []
+    values = []
+    errors = []
     begin = Update.dropped_by_errors
     check = Settings.check
     run = ParameterUpdate.run
@@ -230,7 +232,8 @@ def check_failed_plan(rank, strategy):
         Net(), two_losses, ["cpu"], strategy=strategy, weight={"first": count, "second": count}
     )
     step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
-    losses, errors = [], []
+    losses = []
+    errors = []
     for number in range(3):
         with pytest.MonkeyPatch.context() as patch:
             if number == 1 and rank == 1:

@@ -204,69 +204,6 @@ def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
                 assert_equal(list(model.parameters()), list(plain.parameters()))
 
 
-class Counted(nn.Module):
-    """Counts its forwards in a buffer that it replaces, one that it writes in place, and a number."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("steps", torch.zeros(()))
-        self.register_buffer("whole", torch.zeros((), dtype=torch.long))
-
-    def forward(self, inputs):
-        if self.training:
-            self.steps = self.steps + 1
-            self.whole += 1
-            self.calls += 1
-        return inputs * (1 + 0.1 * self.steps + 0.05 * self.calls)
-
-
-def counted():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), Counted(), nn.Linear(6, 1)
-    )
-
-
-@on_ranks(2)
-def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
-    """Power iterations and counters go on where a rank has no rows, and all ranks have the same."""
-    torch.set_default_dtype(torch.float64)
-    for strategy in STRATEGIES:
-        for way in ("by hand", "step", "micro-batches", "autograd.grad"):
-            if (strategy, way) == ("fsdp", "autograd.grad"):
-                continue
-            plain = counted()
-            model, criterion = parallelize(counted(), nn.MSELoss(), strategy=strategy)
-            rows = 1 if way == "micro-batches" else None
-            step = TrainStep(model, criterion, sgd(model), micro_batch_size=rows)
-            optimizer = sgd(plain)
-            torch.manual_seed(1)
-            # A number needs rows on each rank once.
-            for sizes in ([1, 2], [0, 3], [4, 0], [0, 2], [2, 3]):
-                inputs = torch.randn(sum(sizes), 4)
-                targets = torch.randn(sum(sizes), 1)
-                rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
-                expected = nn.functional.mse_loss(plain(inputs), targets)
-                for each in (optimizer, step.optimizer):
-                    each.zero_grad()
-                expected.backward()
-                optimizer.step()
-                if way in ("step", "micro-batches"):
-                    loss = step(*rows)
-                else:
-                    loss = criterion(model(rows[0]), rows[1])
-                    if way == "by hand":
-                        loss.backward()
-                    else:
-                        gradients = torch.autograd.grad(loss, [*model.parameters()])
-                        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                            parameter.grad = gradient
-                    step.optimizer.step()
-                assert_equal(loss, expected)
-                assert_equal(list(model.module.buffers()), list(plain.buffers()))
-
-
 class Chunks(nn.Module):
     """Ghost batch norm: normalises chunks of some rows. With ``size=0``, all rows twice, and some rows once."""
 

@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
 
-ROWS, UPDATES = 7, 4
+ROWS = 7
+UPDATES = 4
 
 
 class Counting(nn.Module):

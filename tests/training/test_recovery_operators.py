@@ -18,7 +18,9 @@ class Failing(TorchDispatchMode):
 
     def __init__(self, number=0, error=torch.OutOfMemoryError):
         super().__init__()
-        self.number, self.error, self.count = number, error, 0
+        self.number = number
+        self.error = error
+        self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += 1
@@ -37,7 +39,8 @@ class Run:
         settings |= {"micro_batch_size": "auto", "precision": precision, "max_grad_norm": 0.5}
         self.step = make_step(self.net, criterion, **settings)
         self.optimizer = self.step.optimizer
-        self.add, self.losses = add, []
+        self.add = add
+        self.losses = []
 
     def train(self, number, mode=None):
         torch.manual_seed(100 + number)

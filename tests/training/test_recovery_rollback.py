@@ -231,7 +231,7 @@ BAD = [
 def test_bad_limits_that_are_set_later_raise_the_error_of_the_constructor(
     name, bad, error, expected
 ):
-    cut = {"micro_batch_size": None, "cut": ByCost(lambda inputs: [1] * len(inputs), limit=4)}
+    cut = {"micro_batch_size": None, "cut": ByCost(len, collate=tuple, limit=4)}
     step, _ = make_step(nn.Identity(), **(cut if name == "micro_batch_cost" else {}))
     before = getattr(step, name)
     with pytest.raises(error, match=f"{name}=.*, expected a positive number{expected}"):

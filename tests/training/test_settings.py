@@ -21,7 +21,8 @@ from balanced_parallel import (
 )
 from balanced_parallel.runtime import collectives
 
-SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
+SGD = torch.optim.SGD
+ADAM = torch.optim.AdamW
 
 
 def make_step(
@@ -103,7 +104,7 @@ SETTINGS = {
     ),
     "cost": (
         {},
-        {"cut": ByCost(len, limit=3)},
+        {"cut": ByCost(len, collate=tuple, limit=3)},
         "unit of the micro-batches: rows on rank 0 and cost on rank 1",
     ),
     "scheduler": ({}, {"schedule": 2}, "scheduler: none on rank 0 and StepLR on rank 1"),
@@ -200,7 +201,7 @@ def check_sampler(rank, other):
 )
 def test_samplers_that_differ_are_named(other):
     ((name, value),) = other.items()
-    message = f"the sampler's batches: RankBatchSampler of 16 rows.* on rank 0 and .*{name}={value}.* on rank 1"
+    message = rf"the sampler's batches: RankBatchSampler\(.*rows=16.* on rank 0 and .*{name}={value}.* on rank 1"
     assert_same_error(run_ranks(2, check_sampler, other), message)
 
 

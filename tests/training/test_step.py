@@ -429,7 +429,7 @@ class BySizes(Cut):
     def __init__(self, sizes):
         self.sizes = sizes
 
-    def open(self, inputs, targets, mark, forward, *, unit, is_strict):
+    def open(self, inputs, targets, mark, *, unit, is_strict):
         batch = SizedBatch(*mark(inputs, targets))
         batch.sizes = self.sizes
         return batch
@@ -467,7 +467,8 @@ def test_each_part_of_an_update_runs_in_a_block():
     net = build_net()
     net.register_forward_hook(lambda *_: events.append("forward"))
     step = make_step(net, devices=1, surround=block)
-    inputs, targets = torch.randn(4, 4), torch.randint(5, (4,))
+    inputs = torch.randn(4, 4)
+    targets = torch.randint(5, (4,))
     step(inputs, targets)
     assert events == ["enter", "forward", "exit"]
     step.add(inputs, targets)

@@ -23,7 +23,8 @@ from balanced_parallel import (
 from balanced_parallel.runtime.torch_private import profiled
 
 ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-INPUTS, TARGETS = torch.randn(8, 4), torch.randint(5, (8,))
+INPUTS = torch.randn(8, 4)
+TARGETS = torch.randint(5, (8,))
 
 
 def ranges(update, tmp_path, config=None):

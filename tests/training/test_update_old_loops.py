@@ -252,7 +252,8 @@ def test_a_kept_step_of_the_scheduler_is_an_error():
 def train_on_rank(rank, strategy):
     """Returns the errors of the lines that were kept. Without one, the parameters are those of a loop without the line."""
     warnings.simplefilter("ignore", UserWarning)
-    expected, errors = None, []
+    expected = None
+    errors = []
     for kept in ("nothing", "step", "zero_grad"):
         torch.manual_seed(1)
         net = nn.Linear(4, CLASSES).double()

@@ -34,7 +34,8 @@ def rmse(output, target):
 
 
 def draw(rows):
-    inputs, targets = torch.randn(rows, 4), torch.randint(3, (rows,))
+    inputs = torch.randn(rows, 4)
+    targets = torch.randint(3, (rows,))
     targets[: rows // 4] = -100
     return inputs, targets
 

@@ -98,7 +98,7 @@ def one_chunk(share: float) -> Iterator[None]:
     run = linear_cross_entropy._run
 
     def run_one(*arguments: Any) -> object:
-        wanted: tuple[bool, ...] = arguments[-2]
+        wanted: tuple[bool, ...] = arguments[-1]
         chunks = functools.partial(_one_chunk, share, 1 + wanted[0] + wanted[1])
         empty = SimpleNamespace(
             linear=lambda rows, weight, bias=None: rows.new_empty(len(rows), len(weight))
@@ -116,7 +116,6 @@ def _one_chunk(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    factors: Tensor | None,
 ) -> linear_cross_entropy.Chunks:
     """Yields one chunk.
 
@@ -128,5 +127,4 @@ def _one_chunk(
     torch.mm(
         hidden.new_empty(1, 1).expand(1, operations), hidden.new_empty(1, 1).expand(operations, 1)
     )
-    factor = None if factors is None else factors[:1].expand(size)
-    yield slice(0, size), hidden[:1].expand(size, -1), target[:1].expand(size), factor
+    yield slice(0, size), hidden[:1].expand(size, -1), target[:1].expand(size)

@@ -103,7 +103,8 @@ def starts_processes(item):
 
 def change(kind):
     """Makes Lightning choose strategies of this package."""
-    choose, get = _AcceleratorConnector._choose_strategy, StrategyRegistry.get
+    choose = _AcceleratorConnector._choose_strategy
+    get = StrategyRegistry.get
     if kind == "ddp":
         StrategyRegistry.get = lambda name: ours(get(name), kind)
     else:

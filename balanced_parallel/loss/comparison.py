@@ -1,0 +1,461 @@
+"""Comparisons of sums over the rows of some shards with those of their halves::
+
+    a shard     rows 0 1 2 3     the sums of all
+    its halves  0 1 | 2 3        those of each, which add up to the sums of all
+    more rows   0 1 ... 1023     shards together and their copies: the hardest 16 of 16 rows are all
+
+Samples of the rows are taken in the forwards of an update, and are compared once every rank has those
+of all ranks. Without that, a loss whose rows depend on each other would be another one for shards.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..batch import containers
+from ..batch.marks import (
+    Along,
+    Arguments,
+    Rows,
+    Whole,
+    map_marked,
+    mark,
+    mark_leaves,
+    objects_in,
+    without_mark,
+)
+from ..batch.outputs import PerReplica, join_outputs, join_tensors, padded, repeated_rows
+from ..batch.plan import consecutive
+from ..batch.rows import Shard, count_rows, cut, move_leaves
+from ..runtime.collectives import gather_objects, world_size
+from ..runtime.devices import move
+from ..runtime.random_numbers import generator_states, set_generators
+from ..runtime.torch_private import storage_id
+from .copies import Calls, CriterionCopies, ShardLoss, T, shards_of_targets
+from .sums import widen
+
+# Two rows may look independent by chance, as by an equal number of positive targets.
+ROWS_TO_CHECK = 16
+# Rows are joined with copies of themselves, up to so many of them and so many bytes.
+ROWS_TOGETHER = 1024
+BYTES_TOGETHER = 2**24
+_CONSTANT = (
+    "{} has no entry for each row, and each shard would add it: expected a value for each row, or a penalty that is added to "
+    "the loss that the criterion returned"
+)
+_APART = "which can be neither cut into rows nor joined: return the tensors that it has, and make it of them in the criterion"
+# Positions that only other shards have. It is finite, and has no part in a softmax.
+_PADDING = -1e4
+
+
+Sums = dict[Any, Tensor]  # Statistics by their names or key paths.
+
+
+class ShardStatistics(NamedTuple):
+    """The statistics of one replica's rows."""
+
+    tensors: Sums  # There are none without rows.
+    structure: Any  # whose leaves the tensors are
+    nothing: Tensor  # a zero on the device of the output, connected to it
+
+
+class Sample(NamedTuple):
+    """Rows of a shard."""
+
+    pair: Any  # Output and targets, marked.
+    rows: int
+    constant: AbstractSet[str] = frozenset()  # Outputs at these places have no rows.
+
+    def without_rows(self, places: AbstractSet[str]) -> "Sample":
+        """Returns the sample with the tensors at some places as they are for all rows."""
+
+        def unmark(place: str, leaves: list[Any]) -> Any:
+            (leaf,) = leaves
+            return Whole(without_mark(leaf)) if place in places else leaf
+
+        return self._replace(pair=containers.zip_leaves(unmark, [self.pair]), constant=places)
+
+    @property
+    def reason(self) -> str:
+        """The reason why its sums may not add up."""
+        for leaf in objects_in(self.pair[0]):
+            return f"the output has {containers.describe(leaf)}, {_APART}"
+        places = (f"output{place.removeprefix('[0]')}" for place in sorted(self.constant))
+        return _CONSTANT.format(", ".join(places)) if self.constant else ""
+
+
+class ComparisonOfSums:
+    """Compares the statistics of some rows of an update with those of halves of them.
+
+    Args:
+        copies: those of the criterion.
+        home: a device for rows that come from several.
+        statistics: computes those of a shard, in the thread of its replica.
+    """
+
+    def __init__(
+        self,
+        copies: CriterionCopies,
+        home: torch.device,
+        statistics: Callable[[ShardLoss], ShardStatistics],
+    ) -> None:
+        self.copies = copies
+        self.home = home
+        self.samples: list[Any] = []  # Those of all ranks, once they are gathered.
+        self._statistics = statistics
+        self._rows = 0  # the rows in the samples of this rank
+
+    def take(self, statistics: Sequence[Sums], calls: Calls) -> None:
+        """Takes samples of the first rows of a micro-batch, if they are due."""
+        if not self._rows and not self._is_due(statistics):
+            return
+        outputs = calls.outputs
+        for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
+            if self._rows < ROWS_TO_CHECK:
+                self._rows += min(size or 0, ROWS_TO_CHECK - 1)  # two shards at least
+                self._take(PerReplica([output], [size], outputs.dim), shard)
+
+    def _is_due(self, statistics: Sequence[Sums]) -> bool:
+        first = next(filter(None, statistics), None)
+        checks = self.copies.checks
+        if first is None or checks is None:
+            return False
+        return checks.are_due((*map(self._kind, first), *_flags(self.copies.criterion)))
+
+    def _take(self, output: PerReplica, shard: Shard) -> None:
+        rows = output.sizes[0]
+        if not rows:
+            return
+        pair = (
+            mark_leaves(output[0], output.dim, "the output"),
+            mark(shard.targets, self.copies.dim),
+        )
+        leaves = containers.leaves(pair[:1])
+        sizes = {place: size for place, leaf in leaves if (size := _size_of(leaf)) is not None}
+        counts = {*sizes.values()}
+        # words, or a packed row
+        if counts == {shard.target_rows} or (shard.is_joined and counts == {1}):
+            rows = counts.pop()
+        sample = Sample(pair, rows)
+        if rows != 1:
+            constant = {place for place, size in sizes.items() if size != rows}
+            sample = sample._replace(constant=constant)
+        if sample.constant and rows not in counts:
+            reason = repeated_rows(output, output.sizes, output.dim)
+            raise ValueError(f"{reason}; or pass flat targets too" if reason else sample.reason)
+        self._keep(sample)
+
+    def _keep(self, sample: Sample) -> None:
+        """Keeps a sample on the host, or compares a large one alone."""
+        if _size(sample.pair) * world_size() > BYTES_TOGETHER:
+            tensor = containers.first_tensor(move_leaves(sample.pair[0], None))
+            self._compare([sample], self.home if tensor is None else tensor.device)
+        else:
+            self.samples.append(sample._replace(pair=map_marked(_on_host, sample.pair)))
+
+    def gather(self, value: T) -> list[T]:
+        """Returns the value of each rank, and keeps the samples of all ranks. All ranks call this."""
+        values, samples = zip(*gather_objects((value, self.samples)), strict=True)
+        self.samples = [*itertools.chain(*samples)]
+        return [*values]
+
+    def compare(self, device: torch.device) -> None:
+        """Compares the statistics of rows, together and with copies, with those of their halves.
+
+        Raises:
+            ValueError: they do not add up.
+        """
+        self._compare(self.samples, device)
+
+    def compare_alone(self, device: torch.device, *, of_one_row: bool) -> None:
+        """Compares the samples of one forward. One of one row waits for another."""
+        if self.copies.checks is not None:
+            self._compare(self.copies.checks.take(self.samples, of_one_row=of_one_row), device)
+
+    @torch.no_grad()
+    def _compare(self, samples: Sequence[Any], device: torch.device) -> None:
+        constant = {place for sample in samples for place in sample.constant}
+        samples = [sample.without_rows(constant) for sample in samples]
+        parts = [(sample, self._halve(sample, device)) for sample in samples]
+        parts = [(sample, halves) for sample, halves in parts if halves]
+        # A sample of an earlier update may have another queue.
+        while parts and not self._compare_together(parts, device):
+            parts = parts[1:]
+
+    def _compare_together(
+        self, parts: Sequence[tuple[Sample, list[Sums]]], device: torch.device
+    ) -> bool:
+        """Compares rows of several samples with their halves. Returns False if they do not fit."""
+        samples = [sample for sample, _ in parts]
+        halves = [*itertools.chain(*(each for _, each in parts))]
+        count = rows = sum(sample.rows for sample in samples)
+        pairs = [sample.pair for sample in samples]
+        join = functools.partial(_join_equal, device=device, padding="[0]")
+        try:
+            pair = containers.zip_leaves(join, pairs)
+            while 2 * rows <= ROWS_TOGETHER and 2 * _size(pair) < BYTES_TOGETHER:
+                pair = containers.zip_leaves(join, [pair, pair])
+                rows *= 2
+            (whole,) = self._run(pair, [rows], device)
+        except Exception:  # noqa: BLE001 - there may be too many rows
+            return False
+        again = functools.partial(self._run, pair, [rows], device)
+        self.compare_sums([whole, *halves], again, rows // count, samples[0].reason)
+        constant = _find_constant(pairs, samples[0].rows)
+        if not constant:
+            return True
+        others = [sample.without_rows(constant | samples[0].constant) for sample in samples]
+        try:
+            pair = containers.zip_leaves(join, [sample.pair for sample in others])
+            (whole,) = self._run(pair, [count], device)
+        except Exception:  # noqa: BLE001 - a tensor with rows does not fit to the others
+            return True
+        again = functools.partial(self._run, pair, [count], device)
+        self.compare_sums([whole, *halves], again, 1, others[0].reason)
+        return True
+
+    def _halve(self, sample: Sample, device: torch.device) -> list[Sums]:
+        """Returns the statistics of the halves of a sample. There are none of a row that is not
+        complete alone.
+        """
+        first = sample.rows // 2
+        try:
+            return self._run(sample.pair, [first, sample.rows - first], device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it may raise anything
+            if sample.rows == 1:
+                return []
+            reason = f"half of the first rows raises {type(error).__name__}: {error}"
+            self._refuse(sample.reason or reason, error)
+
+    def _run(
+        self, pair: tuple[Any, Arguments], sizes: Sequence[int], device: torch.device
+    ) -> list[Sums]:
+        """Returns the statistics of parts of some rows.
+
+        Random numbers are put back. A copy of the criterion computes each, and the criterion itself
+        those of no rows, so its state stays.
+        """
+        output, targets = pair
+        sizes = [0, *sizes]
+        entries = []
+        for piece in cut(Arguments((output,), {}), consecutive(sizes)):
+            moved = move_leaves(piece.inputs[0], device)
+            entries.append(containers.map_tensors(Tensor.clone, moved))  # They may be written to.
+        outputs = PerReplica(entries, sizes)
+        states = generator_states([device])
+        rows = count_rows(targets, self.copies.dim, sum(sizes), "targets")
+        shards = shards_of_targets(outputs, targets, rows, self.copies.dim, self.copies.devices)
+        results = Calls(self.copies, outputs, shards).run(self._statistics)
+        set_generators(states, [device])
+        return [part.tensors for part in results if part.tensors]
+
+    def compare_sums(
+        self,
+        samples: Sequence[Sums],
+        run: Callable[[], Sequence[Sums]],
+        times: int,
+        note: str = "",
+    ) -> None:
+        """Raises ``ValueError`` if the first of some statistics are not the sum of the others, so many
+        times.
+
+        ``run`` returns the first again, to find the effect of rounding. ``note`` is a reason.
+        """
+        self.check_names(samples)
+        for number, place in enumerate(samples[0]):
+            total, *parts = [widen(each[place]).cpu() for each in samples]
+            every = torch.stack([total, *(part * times for part in parts)])
+            apart = every.sum(0) - total
+            difference = (total - apart).abs().max()
+            tolerance = self._tolerance(samples[0][place])
+            largest = every.abs().max()
+            # The variance of one row is nan. Nan in the whole is the caller's.
+            if not total.isfinite().all() or difference <= tolerance * largest:
+                continue
+            with Rounding() as rounding:
+                rounded = run()[0].get(place, total)
+            noise = (widen(rounded).cpu() - total).abs().max()
+            # A loss that is not small may have jumps.
+            is_small = largest <= tolerance * rounding.largest
+            if not (is_small and difference <= noise):
+                name = self._name(number, place)
+                values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
+                self._refuse(note or f"{name} of the first rows, {times} times, {values}")
+
+    def _tolerance(self, tensor: Tensor) -> float:
+        if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
+            return 1e-7
+        is_half = self.copies.precision.name != "fp32" or tensor.itemsize < 4
+        return 2e-2 if is_half or torch.is_autocast_enabled(self.home.type) else 1e-3
+
+    def check_names(self, parts: Sequence[Sums]) -> None:
+        """Raises ``ValueError`` for statistics that cannot be added up."""
+        shapes = [{place: tuple(tensor.shape) for place, tensor in part.items()} for part in parts]
+        for other in shapes:
+            if [*other.items()] != [*shapes[0].items()]:
+                both = f"{[*shapes[0].values()]} and {[*other.values()]}"
+                raise ValueError(
+                    f"the statistics have shapes {both}, expected equal shapes for all rows"
+                )
+
+    def _kind(self, place: Any) -> Hashable:
+        """Returns a key of a statistic. New ones are compared with halves."""
+        return place  # type: ignore[no-any-return]
+
+    def _name(self, number: int, place: object) -> str:
+        return f"number {number}"
+
+    def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        raise ValueError(
+            f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
+        ) from cause
+
+
+def is_list(leaf: object) -> bool:
+    """Returns True for a list with an entry for each row."""
+    return isinstance(leaf, Rows) or containers.is_row_list(without_mark(leaf))
+
+
+def join_rows(place: str, values: list[Any], device: torch.device, padding: str = "") -> Any:
+    """Returns the rows of marked values as one on ``device``, or the first value if they have no
+    rows.
+
+    A tensor at the place ``padding`` is padded.
+    """
+    first = values[0]
+    plain = [without_mark(value) for value in values]
+    if isinstance(first, Along) and isinstance(first.leaf, Tensor):
+        plain = padded(plain, first.dim, _PADDING) if place == padding else plain
+        return Along(join_tensors(place, plain, device, first.dim), first.dim)
+    if isinstance(first, PerReplica):
+        return mark_leaves(join_outputs(values, first.dim).on(device), first.dim, place)
+    if is_list(first):
+        kind: Any = Rows if isinstance(first, Rows) else type(plain[0])
+        return kind([*itertools.chain(*plain)])
+    if len(values) > 1 and objects_in(first):
+        return _Apart(first)
+    return move(first, device) if isinstance(first, Tensor) else first
+
+
+class _Apart(containers.Leaf):
+    """Stands for objects of several shards, whose tensors cannot be joined."""
+
+    def __init__(self, value: object) -> None:
+        self._name = containers.describe(value)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise TypeError(f"the output has {self._name}, {_APART}")
+
+
+def _join_equal(place: str, values: list[Any], device: torch.device, padding: str) -> Any:
+    """Returns the rows of marked values as one. Raises ``ValueError`` if tensors and numbers without
+    rows differ.
+    """
+    first, *others = [move_leaves(value, device) for value in values]
+    is_one = not isinstance(values[0], (Along, Rows)) and isinstance(first, (Tensor, int, float))
+    if is_one and not all(torch.equal(*map(torch.as_tensor, (first, each))) for each in others):
+        raise ValueError(f"{place} differs between samples")
+    return join_rows(place, values, device, padding)
+
+
+def _size_of(leaf: object) -> int | None:
+    """Returns the size of a marked tensor in the dimension of its rows, None for another value."""
+    if not isinstance(leaf, Along) or not isinstance(leaf.leaf, Tensor):
+        return None
+    return leaf.leaf.size(leaf.dim)
+
+
+def _find_constant(pairs: Sequence[object], rows: int) -> set[str]:
+    """Returns the places of outputs that are the same for all shards, while others are not.
+
+    They have no rows, as prototypes, whose number is by chance that of the rows of a shard. As many
+    equal rows as those of the shard, ``rows``, may be one value that is expanded to them.
+    """
+    equal: dict[str, bool] = {}
+    constant: set[str] = set()
+
+    def look(place: str, values: list[Any]) -> None:
+        first, *others = map(without_mark, values)
+        if not place.startswith("[0]") or not isinstance(first, Tensor):
+            return
+        equal[place] = all(torch.equal(first, other) for other in others)
+        if equal[place] and isinstance(values[0], Along) and first.is_floating_point():
+            count = first.size(values[0].dim)
+            row = first.narrow(values[0].dim, 0, min(count, 1))
+            if count != rows or not bool((first == row).all()):
+                constant.add(place)
+
+    if len(pairs) > 1:
+        containers.zip_leaves(look, pairs)
+    return set() if all(equal.values()) else constant
+
+
+class Rounding(TorchFunctionMode):
+    """Changes the result of each function of torch in its block by a small relative error, as
+    stochastic arithmetic does (CESTAC, Vignes 1974).
+
+    A loss that is almost zero is a difference of large numbers, so its sums for other numbers of
+    rows differ by more than their own size. Rounding explains what a hundred units in the last
+    place change. ``largest`` is the largest magnitude in any result.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch. Results in the memory of an argument stay as they are."""
+        result = func(*args, **kwargs or {})
+        memory = _memory(result)
+        if memory is None or not result.is_floating_point() or memory in map(_memory, args):
+            return result
+        # Half a unit of bfloat16 is the most.
+        size = min(100 * torch.finfo(result.dtype).eps, 2**-8)
+        values = result.detach()
+        if values.numel():
+            self.largest = max(self.largest, float(values.abs().amax().nan_to_num(0, 0)))
+        signs = (values * 1e6).sin().nan_to_num(0, 0, 0)
+        return result + result * signs * size
+
+
+def _memory(value: object) -> int | None:
+    """Returns a number of the memory of a plain tensor, None for another value."""
+    if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
+        return None
+    return storage_id(value.untyped_storage()) if value.layout == torch.strided else None
+
+
+def _flags(criterion: Any) -> list[bool]:
+    """Returns the flags of a module, such as one that a term has begun.
+
+    Its whole numbers may count its calls.
+    """
+    modules = criterion.modules() if isinstance(criterion, nn.Module) else ()
+    return [
+        value for module in modules for value in vars(module).values() if isinstance(value, bool)
+    ]
+
+
+def _size(node: object) -> int:
+    """Returns the bytes of the tensors in a marked structure."""
+    return sum(tensor.nbytes for tensor in containers.tensors_in(move_leaves(node, None)))
+
+
+def _on_host(leaf: object) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _shown(tensor: Tensor) -> str:
+    return (
+        f"{float(tensor):.6g}"
+        if tensor.numel() == 1
+        else f"a tensor of shape {tuple(tensor.shape)}"
+    )

@@ -1,0 +1,93 @@
+"""Names of the sums of a loss, which are equal in all shards and ranks that add them up."""
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..batch import containers
+from .copies import ShardLoss
+from .formula import lengths_of
+from .rules import find_torch_loss
+
+MASKED = "(errors * mask).sum() / mask.sum()"
+ALWAYS = (
+    "expected the same means times the same numbers for all rows: compute each always, log no number of rows, or give "
+    "weight="
+)
+
+
+class UnknownMeanError(ValueError):
+    """A criterion is not a function of sums over the rows.
+
+    Its text is ``what`` it is, and ``advice``.
+    """
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what, advice)
+        self.what = what
+
+    def __str__(self) -> str:
+        return "".join(self.args)
+
+
+class ChangedLossError(UnknownMeanError):
+    """A criterion was a linear combination of sums over one count, and is another function now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SumName:
+    """The name of a statistic, equal in all shards.
+
+    ``per_row`` and ``lengths`` are those of :class:`Statistic` and :class:`Formula`.
+    """
+
+    number: int
+    role: str  # "total" or "count"
+    kind: str  # the function that computes it
+    text: str  # the losses
+    per_row: float | None = dataclasses.field(default=None, compare=False)
+    lengths: Sequence[float | None] = dataclasses.field(default=(), compare=False)
+
+
+def sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:
+    """Returns a name for the sum of a shard, which tells its elements a row if that is its weight."""
+    name = str(getattr(find_torch_loss(shard.criterion), "__name__", "a loss"))
+    is_size = isinstance(weight, Tensor) and weight.is_cpu and not weight.is_floating_point()
+    shapes = [each.shape for each in containers.tensors_in((shard.output, shard.targets))]
+    sizes = int(weight) / shard.rows if is_size else None, lengths_of(shapes, shard.rows)
+    return {SumName(0, "count", name, name, *sizes): None}
+
+
+def digest_names(names: Sequence[SumName]) -> list[float]:
+    """Returns 1, a number of 20 bits for the names of the sums of a shard, and its square.
+
+    Ranks whose sums are equal have one number.
+    """
+    facts = names[0].text, *[each.lengths and each.per_row for each in names]
+    number = zlib.crc32(repr(facts).encode()) % 2**20
+    return [1.0, float(number), float(number * number)]
+
+
+def compare_names(first: Sequence[SumName], other: Sequence[SumName]) -> None:
+    """Raises ``UnknownMeanError`` for a criterion that computes other formulas for other rows, or a
+    mean over other numbers of elements for each row.
+    """
+    if first != other:
+        texts = [names[0].text if names else "" for names in (first, other)]
+        raise UnknownMeanError(
+            f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others",
+            f"; {ALWAYS}",
+        )
+    for name, match in zip(first, other, strict=True):
+        pairs = zip(name.lengths, match.lengths, strict=False)
+        are_longer = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+        counts = name.per_row, match.per_row
+        if are_longer and None not in counts and counts[0] != counts[1]:
+            raise UnknownMeanError(
+                f"the criterion computes {name.kind} over {name.per_row:g} elements for each of some rows, and over "
+                f"{match.per_row:g} for each of others, as if each shard pads to its own longest row",
+                f", expected the same for all rows: write {MASKED}",
+            )

@@ -1,0 +1,179 @@
+"""Samples of rows: outputs without rows, rows of earlier updates, and complex outputs."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, Whole
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class Prototypes(nn.Module):
+    """Returns embeddings, and seven prototypes of classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 3)
+        self.prototypes = nn.Parameter(torch.randn(7, 3))
+
+    def forward(self, inputs):
+        return self.embed(inputs), 1.0 * self.prototypes
+
+
+def make_step(net, criterion, devices=2, limit=None, lr=0.1):
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    model = DataParallelModel(net, ["cpu"] * devices)
+    return TrainStep(model, DataParallelCriterion(criterion), optimizer, micro_batch_size=limit)
+
+
+def assert_equal_to_plain(net, criterion, *targets, updates=2, **layout):
+    """Compares the updates of a step with those of a plain program."""
+    plain = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    step = make_step(net, criterion, **layout)
+    for _ in range(updates):
+        inputs = torch.randn(9, 4)
+        output = plain(inputs)
+        expected = criterion(*(output if isinstance(output, tuple) else (output,)), *targets)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(inputs, *targets), expected.detach())
+    torch.testing.assert_close([*net.parameters()], [*plain.parameters()])
+
+
+LAYOUTS = [{"devices": 3}, {"devices": 1, "limit": 2}, {"devices": 2, "limit": 1}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_of_another_size_are_whole_in_each_half(layout):
+    """Halves of the rows had halves of the prototypes, whose labels were out of bounds."""
+
+    def criterion(embedding, prototypes, target):
+        return F.cross_entropy(embedding @ prototypes.T, target)
+
+    torch.manual_seed(0)
+    assert_equal_to_plain(Prototypes(), criterion, torch.randint(7, (9,)), **layout)
+
+
+class Averaged(nn.Linear):
+    """Returns rows, and a mean over those of the shard in one element."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, inputs):
+        output = super().forward(inputs)
+        return output, output.square().mean().unsqueeze(0)
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean])
+@pytest.mark.parametrize("net", [Prototypes, Averaged])
+def test_terms_of_outputs_without_rows_name_the_output(net, reduce):
+    """A mean of a shard's rows had the text "start (1) + length (2) exceeds dimension size"."""
+
+    def criterion(output, other, target):
+        return F.mse_loss(output, target) + reduce(other.square())
+
+    step = make_step(net(), criterion)
+    with pytest.raises(ValueError, match=r"output\[1\] has no entry for each row"):
+        step(torch.randn(8, 4), torch.randn(8, 3))
+
+
+def test_an_output_that_has_rows_of_its_own_names_its_size():
+    def boxes_of_all_images(inputs):
+        return inputs.repeat(3, 1)[:10]
+
+    class Detector(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(boxes_of_all_images(inputs))
+
+    step = make_step(Detector(4, 3), lambda out, target: F.mse_loss(out[: len(target)], target))
+    with pytest.raises(ValueError, match="output has no entry for each row"):
+        step(torch.randn(8, 4), torch.randn(8, 3))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_complex_outputs_have_a_graph_in_the_first_pass(layout):
+    """The loss had no gradient: "inputs argument to grad() cannot be empty"."""
+
+    class Spectrum(nn.Linear):
+        def forward(self, inputs):
+            return torch.fft.fft(super().forward(inputs))
+
+    def criterion(output, target):
+        return (output.abs() - target).square().mean().sqrt()
+
+    torch.manual_seed(0)
+    assert_equal_to_plain(Spectrum(4, 3), criterion, torch.rand(9, 3), **layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_target_of_all_pairs_counts_each(layout):
+    """The idiom ``cosine_embedding_loss(a, b, torch.ones(1))`` has a mean over the pairs."""
+
+    def criterion(output, other):
+        return F.cosine_embedding_loss(output, other, torch.ones(1))
+
+    torch.manual_seed(0)
+    assert_equal_to_plain(nn.Linear(4, 3), criterion, torch.randn(9, 3), **layout)
+
+
+def test_a_row_of_an_earlier_update_is_not_joined_with_another_queue():
+    """It waited for another row, and was compared with the queue of the first."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+
+    def criterion(output, queue):
+        logits = output @ queue.T
+        return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.int64))
+
+    step = make_step(net, criterion, devices=1, limit=1)
+    for rows in (1, 1, 3, 1, 3, 1, 3, 3):
+        inputs, queue = torch.randn(rows, 4), torch.randn(6, 3)
+        expected = criterion(net(inputs), queue).detach()
+        torch.testing.assert_close(step(inputs, Whole(queue)), expected)
+
+
+class Actor(nn.Module):
+    """Returns a distribution, and a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.choose, self.value = nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, inputs):
+        choices = torch.distributions.Categorical(logits=self.choose(inputs))
+        return choices, self.value(inputs).squeeze(-1)
+
+
+def policy_and_value(choices, value, action):
+    return -choices.log_prob(action).mean() + F.mse_loss(value, action.double())
+
+
+def test_the_gradient_through_an_object_is_that_of_its_second_pass():
+    """The first pass saw no graph behind it, and the policy was never trained."""
+    torch.manual_seed(0)
+    layout = {"devices": 1, "limit": 2}
+    net, actions = Actor(), torch.randint(3, (9,))
+    assert_equal_to_plain(net, policy_and_value, actions, **layout)
+
+
+@pytest.mark.parametrize("layout", [{"devices": 2}, {"devices": 1, "limit": 3}])
+def test_an_object_that_cannot_be_cut_is_named(layout):
+    step = make_step(Actor(), policy_and_value, **layout)
+    with pytest.raises(ValueError, match="the output has an object of type Categorical, which"):
+        step(torch.randn(9, 4), torch.randint(3, (9,)))
+
+
+def test_several_losses_of_an_object_have_no_graph_that_tells_them_from_values_to_log():
+    def criterion(choices, value, action):
+        return -choices.log_prob(action).mean(), F.mse_loss(value, action.double())
+
+    step = make_step(Actor(), criterion, devices=1, limit=2)
+    with pytest.raises(ValueError, match="expected the loss in an entry 'loss'"):
+        step(torch.randn(4, 4), torch.randint(3, (4,)))
