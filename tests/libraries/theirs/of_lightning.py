@@ -52,8 +52,8 @@ REASONS = {
     "accumulate_grad_batches_with_callback|batches_zero_grad": "The test replaces `SGD.zero_grad`, and counts its calls",
     r"e-0[5-9], but|is 0, but": "The loss had converged to rounding errors before the run was resumed, "
     "and its rows differ by these: it is refused",
-    "does not add up over the rows: the total": "`training_step` computes the loss from `batch[0]`, the first row, or from no "
-    "row at all, which is refused by name",
+    "does not add up over the rows: the total|trainer_spike_detection": "`training_step` computes the loss from `batch[0]`, "
+    "the first row, or from no row at all, which is refused by name",
     "a row alone raises AssertionError": "`training_step` asserts the number of its rows, and runs on others too",
     "have different counts, and had one": "`training_step` adds `batch_idx` to the loss, which changes its formula: refused",
     "_DataFetcherWrapper": "`training_step(self, dataloader_iter)`, which takes batches itself, is refused by name",
