@@ -120,7 +120,6 @@ def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
 @on_ranks(2, timeout=30)
 def test_all_ranks_refuse_several_rows_for_each_row(rank):
     """Each rank has one replica, and rank 1 no rows: all of them raise the error."""
-    torch.set_default_dtype(torch.float64)
     model, criterion = parallelize(views(), DataParallelCriterion(contrast, whole=True))
     x = torch.randn(3 if rank == 0 else 0, 4)
     outputs = model(x)
@@ -141,6 +140,12 @@ def test_gathered_outputs_warn_of_one_row_per_replica(form):
     with pytest.warns(UserWarning, match="the output has one value per replica.*weighted_mean"):
         model(torch.randn(7, 4))
     model(torch.randn(3, 4))  # one row is its own mean
+
+
+def test_a_forward_without_rows_is_gathered():
+    """It was an error of Python: ``tuple.index(x): x not in tuple``."""
+    model = DataParallelModel(Calls(lambda net, scale: 2 * scale), CPUS, gather_outputs=True)
+    assert model(torch.tensor(2.0)) == 4
 
 
 def test_another_model_refuses_to_cut_several_rows_for_each_row():
