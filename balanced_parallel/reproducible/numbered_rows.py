@@ -206,7 +206,7 @@ class ArithmeticByRow(Arithmetic):
         # One row is repeated where rows have lengths of their own.
         distinct = 1 if batch.pads else batch.rows or 0
         rows = [row % distinct for row in range(3)] if batch.rows else []
-        self.before.take()
+        before = self.snapshot()
         try:
             with torch.no_grad():
                 for count in (2, 3):
@@ -220,7 +220,7 @@ class ArithmeticByRow(Arithmetic):
             )
             raise
         finally:
-            self.before.restore()
+            before.restore()
         if batch.rows:
             self.draws[kind] = draws
 

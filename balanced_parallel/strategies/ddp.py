@@ -24,8 +24,8 @@ youngest node behind the outputs, so it runs first: buckets of unused parameters
 
 torch prepares the reducer in a forward, for one backward. Here each backward prepares it, before it
 has reached any parameter: a forward may have several backwards, or none. A backward that does not
-run the sentinel was asked for some gradients alone (``torch.autograd.grad``, ``inputs=``). The
-reducer would wait for the others, so :class:`RequestedGradients` averages these.
+run the sentinel was asked for some gradients alone (``torch.autograd.grad``, ``inputs=``). It is
+refused, since the reducer would wait for the others.
 
 The reducer replaces a missing gradient by zeros. So the parameters that have a gradient are
 recorded before it runs. Gradients of a :class:`TrainStep` are zeros in the buckets at first, each
@@ -49,7 +49,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import describe, leaves, map_leaves, map_tensors, tensors_in
+from ..batch.containers import leaves, map_leaves, map_tensors, tensors_in
 from ..batch.marks import Along, Arguments, Rows
 from ..batch.outputs import PerReplica
 from ..batch.rows import move_arguments
@@ -57,18 +57,14 @@ from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, hand_back, run_backward, zero_of
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import ElsewhereFailure
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import (
     CHILDREN,
     base_of,
     children_of,
-    current_backward_id,
     is_differentiable,
     run_after_backward,
 )
-from ..runtime.values import check_type, forget_gradients
-from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -78,6 +74,7 @@ from .ranks import (
     RankUpdate,
     RowSettings,
     refuse_graph,
+    refuse_requests,
     undone,
     watch_output,
 )
@@ -93,6 +90,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         criterion: a module whose parameters are reduced with the model's.
         rows: dim, precision and out_dims, as in :class:`DataParallelModel`.
     """
+
+    record: "BucketRecord"
 
     def __init__(
         self,
@@ -111,11 +110,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
         )
         self._wrapped = [wrapped]  # The list keeps its names out of the state_dict().
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
-        self._frozen = {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if not parameter.requires_grad
-        }
         self._begin(module)
         self._set_rows(device, **rows)
         self.broadcast_buffers = False  # They are shared after each update.
@@ -124,7 +118,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
         """Begins to record the gradients of the reducer, which is a new one."""
         self.module = module
         self.record = BucketRecord(self._wrapped[0].trained)
-        self._requested = RequestedGradients(self.record.parameters, self.share_buffers)
         collectives.mark_shared(self.record.parameters)
 
     def zero(self, *, reduces: bool = True) -> Tensor:
@@ -132,27 +125,22 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         Its backward runs their hooks, and gives none a gradient.
         """
-        derivatives: list[Tensor | None] = [None] * (len(self.record.parameters) + 1)
+        leaves = [*self.record.parameters, self._sentinel]
         # The reducer waits for hooks of frozen parameters too.
         with _requiring(self.record.parameters, True), torch.enable_grad():
-            zero = hand_back(None, derivatives, [*self.record.parameters, self._sentinel])
+            zero = hand_back(None, [None] * len(leaves), leaves)
         node: torch_private.Node = zero.grad_fn
-        node.register_prehook(functools.partial(self._begin_backward, derivatives, reduces))
+        node.register_prehook(functools.partial(self._begin_backward, reduces))
         return zero
 
-    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+    def register_comm_hook(
+        self, state: object, hook: Callable[..., torch.futures.Future[Tensor]]
+    ) -> None:
         """Registers a communication hook, as ``DistributedDataParallel`` does."""
-        check_type(
-            "hook", hook, Callable, "a function (state, bucket) that returns a torch.futures.Future"
-        )
 
-        @functools.wraps(hook)
+        @functools.wraps(hook)  # torch reads the annotations.
         def complete(state: object, bucket: object) -> object:
             future = hook(state, bucket)
-            if not hasattr(future, "wait"):
-                raise TypeError(
-                    f"the hook returned {describe(future)}, expected a torch.futures.Future of the bucket's gradients"
-                )
             # Collectives of powerSGD_hook would mix with those of the next bucket on gloo.
             future.wait()
             return future
@@ -171,11 +159,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _run(
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
-        for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
-            remedy = "call parallelize again"
-            raise ValueError(
-                f"{name} requires a gradient, but did not when parallelize was called: {remedy}"
-            )
         # Reading or assigning self.module takes ten times as long as its entry.
         children = children_of(self)
         module = children["module"]
@@ -260,17 +243,12 @@ class DistributedModel(RankModel, DistributedDataParallel):
         finally:
             children["module"], self.require_backward_grad_sync = before, reduces
 
-    def _begin_backward(
-        self, derivatives: list[Tensor | None], reduces: bool, gradients: tuple[Tensor | None, ...]
-    ) -> None:
-        """Begins a backward that reaches all parameters, before it has reached any.
-
-        ``derivatives`` are those of the zero.
-        """
+    def _begin_backward(self, reduces: bool, gradients: tuple[Tensor | None, ...]) -> None:
+        """Begins a backward that reaches all parameters, before it has reached any."""
         is_by_hand = self.record.is_by_hand
         if is_by_hand and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
-            self._requested.begin(derivatives, functools.partial(self.zero, reduces=reduces))
-        elif reduces and self.record.begin_backward():
+            refuse_requests()
+        if reduces and self.record.begin_backward():
             if is_by_hand:
                 refuse_graph()
                 torch_private.skip_missing_gradients(self.record.parameters)
@@ -406,77 +384,6 @@ class BucketRecord(GradientRecord):
                 self.used.add(number)
 
 
-class RequestedGradients:
-    """Gradients of parameters that a backward was asked for: by ``torch.autograd.grad``, or by
-    ``backward(inputs=...)``.
-
-    Each is averaged over the ranks at the end of the backward, in the order of the parameters,
-    which is the same on all ranks.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], share_buffers: Callable[[], None]) -> None:
-        self._parameters = parameters
-        self._share_buffers = share_buffers
-        self._backward: int | None = None
-        self._hooks = contextlib.ExitStack()
-
-    def begin(self, derivatives: list[Tensor | None], zero: Callable[[], Tensor]) -> None:
-        """Waits for the gradients that the running backward makes, once.
-
-        ``derivatives`` are those of a zero of the parameters. They become zeros, so that a rank
-        without rows has all of the gradients, too. A backward of the gradients passes another
-        ``zero()``, on all ranks.
-        """
-        backward = current_backward_id()
-        if backward == self._backward:
-            return
-        self._backward = backward
-        self._hooks.close()  # A backward before may have failed.
-        # This rank's gradient and the place of the average, by the number of the parameter.
-        results: dict[int, tuple[Tensor, Tensor]] = {}
-        is_accumulated: dict[int, bool | None] = {}
-        # A backward of these gradients passes all of them, then the zero, then the parameters.
-        behind = [zero()] if torch.is_grad_enabled() else []
-
-        def keep(number: int, gradient: Tensor) -> Tensor | None:
-            """Returns the place of the average. Its own derivative is that of this rank."""
-            if current_backward_id() != backward:
-                return None
-            slopes = [torch.ones_like(gradient), *(None for _ in behind)]
-            result = hand_back(gradient.detach(), slopes, [gradient, *behind])
-            for tensor in (*behind, result) if behind else ():
-                torch_private.run_first(tensor.grad_fn)
-            results[number] = gradient.detach(), result
-            return result
-
-        @torch.no_grad()
-        def finish() -> None:
-            self._hooks.close()
-            derivatives[:] = [None] * len(derivatives)
-            for number, (gradient, result) in sorted(results.items()):
-                mean = collectives.sum_over_ranks(gradient) / collectives.world_size()
-                if is_accumulated[number]:
-                    whole = self._parameters[number].grad
-                    assert whole is not None
-                    whole.add_(mean - gradient)
-                else:
-                    result.copy_(mean)
-            if results:
-                self._share_buffers()
-
-        for number, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                is_accumulated[number] = torch_private.will_run(
-                    torch_private.accumulator_of(parameter)
-                )
-                if is_accumulated[number] is not False:
-                    derivatives[number] = torch.zeros_like(parameter)
-                    self._hooks.enter_context(
-                        parameter.register_hook(functools.partial(keep, number))
-                    )
-        run_after_backward(finish)
-
-
 class DDPSync(RankSync):
     """Opens updates of a :class:`DistributedModel`."""
 
@@ -503,7 +410,6 @@ class DDPUpdate(RankUpdate):
         self._has_begun = False  # A step forgets the gradients before it runs a batch.
         self._is_prepared = False  # The reducer waits for a backward.
         self._is_reduced = False
-        self._sums: RankReport | None = None  # The sums over all ranks.
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if each forward waits for every rank."""
@@ -539,27 +445,16 @@ class DDPUpdate(RankUpdate):
         )
         self._is_reduced = True
 
-    def agree(self, report: RankReport) -> RankReport:
-        """Returns the sums of the reports, or raises the failure of another rank."""
-        sums = self._exchange(report)
-        if failures := sums.failed or sums.out_of_memory:
-            collectives.raise_failure(failures, self._ranks, not sums.failed)
-        return sums
-
-    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Ends the reduction. The first one rebuilds the buckets."""
-        whole = super().finish(local, settings)
-        if not self._model.record.buckets:
-            self._rebuild()
-        return whole
-
-    def _rebuild(self) -> None:
-        """Rebuilds the buckets after the first update. All ranks call this.
+    def agree(self, report: RankReport) -> list[RankReport]:
+        """Returns the reports. The first update rebuilds the buckets.
 
         The collectives of this would wait in the next forward, if a rank ran out of memory before.
         """
-        torch_private.rebuild_buckets(self._model)
-        self._model.record.take_places()
+        reports = self.exchange(report)
+        if not self._model.record.buckets:
+            torch_private.rebuild_buckets(self._model)
+            self._model.record.take_places()
+        return reports
 
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         """Tells the other ranks of a failure, unless they wait in a layer."""
@@ -567,26 +462,13 @@ class DDPUpdate(RankUpdate):
             return  # The others wait in a layer.
         collectives.tell_failure(error)
 
-    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
-        """Forgets the gradients of this rank.
+    @property
+    def others_wait(self) -> bool:
+        """True if other ranks wait in a layer."""
+        return self._sync.meets_ranks and not self._is_reduced
 
-        Tells the other ranks, but not those that wait in a layer.
-        """
-        if self._share():
-            self._has_agreed = True
-            if not self._model.record.buckets:
-                self._rebuild()
-        is_known = isinstance(error, ElsewhereFailure) or self._sums is not None
-        can_tell = self._is_reduced or not self._sync.meets_ranks
-        if can_tell and not (is_known or self._has_agreed):
-            self._take_part(divide)
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
-        forget_gradients(self._model.record.parameters)
-        return self._has_agreed
-
-    def _take_part(self, divide: Callable[[], object]) -> None:
-        """Takes part in the reduction of the others, which nobody uses."""
+    def take_part(self, divide: Callable[[], object]) -> None:
+        """Takes part in the reduction of the others."""
         if not self._is_prepared:
             with torch.enable_grad():
                 divide()
@@ -600,13 +482,11 @@ class DDPUpdate(RankUpdate):
                 with contextlib.suppress(RuntimeError), _requiring([parameter], True):
                     zero_of(parameter).backward()
 
-    def _exchange(self, report: RankReport) -> RankReport:
-        """Returns the sums of the reports of all ranks."""
-        self._sums = sums = self.exchange(report)
-        if (sums.out_of_memory or sums.failed) and not self._model.record.buckets:
-            # The next forward would wait for ranks that do not.
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
+        # The next forward would wait for ranks that do not.
+        if not self._model.record.buckets:
             torch_private.forget_order(self._model)
-        return sums
 
 
 @gradient_sync.register

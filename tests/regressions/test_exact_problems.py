@@ -363,16 +363,16 @@ CHANGE = ("another function later", "two functions in turn")
 
 def is_refused(name, strategy, way, cuts):
     """Returns True for what ranks refuse with an error of its own."""
-    if strategy == "fsdp" and (way == "asked" or name in NOT_SHARDED):
+    if strategy == "fsdp" and name in NOT_SHARDED:
         return True
     if name == "counters and power iterations" and cuts == CUTS[1]:
         return True  # A rank needs rows once to know that there are numbers.
-    return name in CHANGE or (name in PENALTIES and way in ("by hand", "asked") and 7 in cuts)
+    return name in CHANGE or (name in PENALTIES and way == "by hand" and 7 in cuts)
 
 
 @pytest.mark.parametrize(
     ("strategy", "way", "cuts"),
-    pairs(["ddp", "fsdp"], [None, 2, "by hand", "asked"], CUTS, fast=8),
+    pairs(["ddp", "fsdp"], [None, 2, "by hand"], CUTS, fast=8),
     ids=str,
 )
 @on_ranks(2)

@@ -72,50 +72,6 @@ def of_inputs(model, loss, x, other, y):
     loss(model(other), y).backward()
 
 
-def adaptive_weight(model, loss, x, other, y):
-    """The weight of a second loss is a ratio of gradients of the last layer, as in VQGAN."""
-    last = parameters_of(model)[-2:]
-    output = model(x)
-    first = loss(output, y)
-    second = loss(output, 2 * y)
-    slopes = [torch.autograd.grad(each, last, retain_graph=True) for each in (first, second)]
-    weight = slopes[0][0].norm() / slopes[1][0].norm()
-    (first + weight * second).backward()
-    return [*slopes[0], *slopes[1]]
-
-
-def gradient_of_a_gradient(model, loss, x, other, y):
-    parameters = parameters_of(model)
-    value = loss(model(x), y)
-    slopes = torch.autograd.grad(value, [parameters[0], parameters[-1]], create_graph=True)
-    (value + sum(slope.pow(2).sum() for slope in slopes)).backward()
-    return [slope.detach() for slope in slopes]
-
-
-def hessian_products(model, loss, x, other, y):
-    """The products of the Hessian and two vectors are asked for, then the gradient as it is."""
-    parameters = parameters_of(model)
-    value = loss(model(x), y)
-    slopes = torch.autograd.grad(value, parameters, create_graph=True)
-    first = torch.autograd.grad(
-        slopes, parameters, [slope.detach().sign() for slope in slopes], retain_graph=True
-    )
-    second = torch.autograd.grad(
-        sum(slope.pow(3).sum() for slope in slopes[1:]), parameters, retain_graph=True
-    )
-    value.backward()
-    return [*first, *second]
-
-
-def some_accumulate(model, loss, x, other, y):
-    """The next forward is not disturbed."""
-    last = parameters_of(model)[-2:]
-    value = loss(model(x), y)
-    value.backward(retain_graph=True)
-    value.backward(inputs=last)
-    loss(model(other), y).backward()
-
-
 def penalty_of_inputs(model, loss, x, other, y):
     """A penalty of gradients of inputs is a loss of its own, as in StyleGAN. Its backward does not pass the outputs."""
     x = x.clone().requires_grad_()
@@ -126,32 +82,8 @@ def penalty_of_inputs(model, loss, x, other, y):
     loss(slopes, y[:, :4]).backward()
 
 
-def after_a_failure(model, loss, x, other, y):
-    """A backward that has failed leaves nothing to the next ones."""
-    parameter = parameters_of(model)[0]
-    value = loss(model(x), y)
-
-    def fail(gradient):
-        raise KeyError("a mistake")
-
-    handle = parameter.register_hook(fail)
-    with pytest.raises(KeyError, match="a mistake"):
-        torch.autograd.grad(value, [parameter], retain_graph=True)
-    handle.remove()
-    loss(model(other), y).backward()
-    slopes = torch.autograd.grad(value, [parameter], retain_graph=True)
-    value.backward()
-    return slopes
-
-
-def parameters_of(model):
-    return [*getattr(model, "module", model).parameters()]
-
-
 WAYS = [keep_graph, forwards_then_backwards, three, one_for_two_forwards, accumulate, of_inputs]
-ASKED = [adaptive_weight, gradient_of_a_gradient, hessian_products]
-ASKED += [some_accumulate, penalty_of_inputs, after_a_failure]
-CASES = [*pairs(WAYS, STRATEGIES, SIZES), *itertools.product(ASKED, ["ddp"], SIZES)]
+CASES = [*pairs(WAYS, STRATEGIES, SIZES), *itertools.product([penalty_of_inputs], ["ddp"], SIZES)]
 
 
 @pytest.mark.parametrize(("way", "strategy", "sizes"), CASES)
@@ -166,19 +98,27 @@ def test_each_backward_equals_the_plain_program(rank, way, strategy, sizes):
     assert_same_gradients(whole_gradients(model.module), gradients(plain))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_gradients_of_shards_that_are_asked_for_raise_an_error(rank):
-    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
-    loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
-    with pytest.raises(
-        RuntimeError,
-        match=r"gradients of shards were asked for.*retain_graph=True\) and read parameter\.grad",
-    ):
+def test_gradients_of_parameters_that_are_asked_for_raise_an_error(rank, strategy):
+    """The whole backward that the error names is right, also behind the error."""
+    plain = build()
+    tensors = torch.randn(6, 4).double(), torch.randn(6, 5).double()
+    F.mse_loss(plain(tensors[0]), tensors[1]).backward()
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
+    inputs, targets = (tensor[3 * rank : 3 * rank + 3] for tensor in tensors)
+    loss = criterion(model(inputs), targets)
+    message = (
+        r"gradients of parameters were asked for.*retain_graph=True\) and read parameter\.grad"
+    )
+    with pytest.raises(RuntimeError, match=message):
         torch.autograd.grad(loss, [*model.module.parameters()][-1:], retain_graph=True)
-    with pytest.raises(RuntimeError, match="gradients of shards were asked for"):
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(loss, [*model.module.parameters()], create_graph=True)
+    with pytest.raises(RuntimeError, match=message):
         loss.backward(inputs=[*model.module.parameters()], retain_graph=True)
     loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert_same_gradients(whole_gradients(model.module), gradients(plain))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -188,7 +128,7 @@ def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
     loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
     with pytest.raises(
         RuntimeError,
-        match=r"create_graph=True\) was called.*expected torch\.autograd\.grad\(loss, parameters",
+        match=r"create_graph=True\) was called.*expected a backward without it",
     ):
         loss.backward(create_graph=True)
 
@@ -299,11 +239,9 @@ def test_error_before_the_first_forward_of_shards_is_raised_as_it_is(rank):
     assert step(torch.randn(3, 4).double(), torch.randn(3, 5).double()).isfinite().item()
 
 
-@on_ranks(2, fresh=True)
-def test_wrong_hooks_and_join_have_clear_errors(rank):
-    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="ddp")
-    with pytest.raises(TypeError, match=r"hook='allreduce', expected a function \(state, bucket\)"):
-        model.register_comm_hook(None, "allreduce")
+@on_ranks(2)
+def test_join_has_a_clear_error(rank):
+    model, _ = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="ddp")
     with (
         pytest.raises(
             NotImplementedError, match=r"join\(\) was called, expected batches without rows"
@@ -311,9 +249,3 @@ def test_wrong_hooks_and_join_have_clear_errors(rank):
         model.join(),
     ):
         pass
-    model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    with pytest.raises(
-        TypeError,
-        match=r"the hook returned a tensor of shape \(.*expected a torch\.futures\.Future",
-    ):
-        criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double()).backward()
