@@ -24,8 +24,8 @@ youngest node behind the outputs, so it runs first: buckets of unused parameters
 
 torch prepares the reducer in a forward, for one backward. Here each backward prepares it, before it
 has reached any parameter: a forward may have several backwards, or none. A backward that does not
-run the sentinel was asked for some gradients alone (``torch.autograd.grad``, ``inputs=``). It is
-refused, since the reducer would wait for the others.
+run the sentinel was asked for some gradients alone (``torch.autograd.grad``, ``inputs=``). The
+reducer would wait for the others, so :class:`RequestedGradients` averages these.
 
 The reducer replaces a missing gradient by zeros. So the parameters that have a gradient are
 recorded before it runs. Gradients of a :class:`TrainStep` are zeros in the buckets at first, each
@@ -49,7 +49,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import leaves, map_leaves, map_tensors, tensors_in
+from ..batch.containers import describe, leaves, map_leaves, map_tensors, tensors_in
 from ..batch.marks import Along, Arguments, Rows
 from ..batch.outputs import PerReplica
 from ..batch.rows import move_arguments
@@ -62,9 +62,11 @@ from ..runtime.torch_private import (
     CHILDREN,
     base_of,
     children_of,
+    current_backward_id,
     is_differentiable,
     run_after_backward,
 )
+from ..runtime.values import check_type
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -74,7 +76,6 @@ from .ranks import (
     RankUpdate,
     RowSettings,
     refuse_graph,
-    refuse_requests,
     undone,
     watch_output,
 )
@@ -118,6 +119,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         """Begins to record the gradients of the reducer, which is a new one."""
         self.module = module
         self.record = BucketRecord(self._wrapped[0].trained)
+        self._requested = RequestedGradients(self.record.parameters, self.share_buffers)
         collectives.mark_shared(self.record.parameters)
 
     def zero(self, *, reduces: bool = True) -> Tensor:
@@ -125,22 +127,27 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         Its backward runs their hooks, and gives none a gradient.
         """
-        leaves = [*self.record.parameters, self._sentinel]
+        derivatives: list[Tensor | None] = [None] * (len(self.record.parameters) + 1)
         # The reducer waits for hooks of frozen parameters too.
         with _requiring(self.record.parameters, True), torch.enable_grad():
-            zero = hand_back(None, [None] * len(leaves), leaves)
+            zero = hand_back(None, derivatives, [*self.record.parameters, self._sentinel])
         node: torch_private.Node = zero.grad_fn
-        node.register_prehook(functools.partial(self._begin_backward, reduces))
+        node.register_prehook(functools.partial(self._begin_backward, derivatives, reduces))
         return zero
 
-    def register_comm_hook(
-        self, state: object, hook: Callable[..., torch.futures.Future[Tensor]]
-    ) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Registers a communication hook, as ``DistributedDataParallel`` does."""
+        check_type(
+            "hook", hook, Callable, "a function (state, bucket) that returns a torch.futures.Future"
+        )
 
-        @functools.wraps(hook)  # torch reads the annotations.
+        @functools.wraps(hook)
         def complete(state: object, bucket: object) -> object:
             future = hook(state, bucket)
+            if not hasattr(future, "wait"):
+                raise TypeError(
+                    f"the hook returned {describe(future)}, expected a torch.futures.Future of the bucket's gradients"
+                )
             # Collectives of powerSGD_hook would mix with those of the next bucket on gloo.
             future.wait()
             return future
@@ -243,12 +250,17 @@ class DistributedModel(RankModel, DistributedDataParallel):
         finally:
             children["module"], self.require_backward_grad_sync = before, reduces
 
-    def _begin_backward(self, reduces: bool, gradients: tuple[Tensor | None, ...]) -> None:
-        """Begins a backward that reaches all parameters, before it has reached any."""
+    def _begin_backward(
+        self, derivatives: list[Tensor | None], reduces: bool, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """Begins a backward that reaches all parameters, before it has reached any.
+
+        ``derivatives`` are those of the zero.
+        """
         is_by_hand = self.record.is_by_hand
         if is_by_hand and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
-            refuse_requests()
-        if reduces and self.record.begin_backward():
+            self._requested.begin(derivatives, functools.partial(self.zero, reduces=reduces))
+        elif reduces and self.record.begin_backward():
             if is_by_hand:
                 refuse_graph()
                 torch_private.skip_missing_gradients(self.record.parameters)
@@ -382,6 +394,77 @@ class BucketRecord(GradientRecord):
                 gradient.layout == torch.strided or torch_private.has_elements(gradient)
             ):
                 self.used.add(number)
+
+
+class RequestedGradients:
+    """Gradients of parameters that a backward was asked for: by ``torch.autograd.grad``, or by
+    ``backward(inputs=...)``.
+
+    Each is averaged over the ranks at the end of the backward, in the order of the parameters,
+    which is the same on all ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], share_buffers: Callable[[], None]) -> None:
+        self._parameters = parameters
+        self._share_buffers = share_buffers
+        self._backward: int | None = None
+        self._hooks = contextlib.ExitStack()
+
+    def begin(self, derivatives: list[Tensor | None], zero: Callable[[], Tensor]) -> None:
+        """Waits for the gradients that the running backward makes, once.
+
+        ``derivatives`` are those of a zero of the parameters. They become zeros, so that a rank
+        without rows has all of the gradients, too. A backward of the gradients passes another
+        ``zero()``, on all ranks.
+        """
+        backward = current_backward_id()
+        if backward == self._backward:
+            return
+        self._backward = backward
+        self._hooks.close()  # A backward before may have failed.
+        # This rank's gradient and the place of the average, by the number of the parameter.
+        results: dict[int, tuple[Tensor, Tensor]] = {}
+        is_accumulated: dict[int, bool | None] = {}
+        # A backward of these gradients passes all of them, then the zero, then the parameters.
+        behind = [zero()] if torch.is_grad_enabled() else []
+
+        def keep(number: int, gradient: Tensor) -> Tensor | None:
+            """Returns the place of the average. Its own derivative is that of this rank."""
+            if current_backward_id() != backward:
+                return None
+            slopes = [torch.ones_like(gradient), *(None for _ in behind)]
+            result = hand_back(gradient.detach(), slopes, [gradient, *behind])
+            for tensor in (*behind, result) if behind else ():
+                torch_private.run_first(tensor.grad_fn)
+            results[number] = gradient.detach(), result
+            return result
+
+        @torch.no_grad()
+        def finish() -> None:
+            self._hooks.close()
+            derivatives[:] = [None] * len(derivatives)
+            for number, (gradient, result) in sorted(results.items()):
+                mean = collectives.sum_over_ranks(gradient) / collectives.world_size()
+                if is_accumulated[number]:
+                    whole = self._parameters[number].grad
+                    assert whole is not None
+                    whole.add_(mean - gradient)
+                else:
+                    result.copy_(mean)
+            if results:
+                self._share_buffers()
+
+        for number, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                is_accumulated[number] = torch_private.will_run(
+                    torch_private.accumulator_of(parameter)
+                )
+                if is_accumulated[number] is not False:
+                    derivatives[number] = torch.zeros_like(parameter)
+                    self._hooks.enter_context(
+                        parameter.register_hook(functools.partial(keep, number))
+                    )
+        run_after_backward(finish)
 
 
 class DDPSync(RankSync):

@@ -67,7 +67,6 @@ from .ranks import (
     RankUpdate,
     RowSettings,
     refuse_graph,
-    refuse_requests,
     tensors_of,
     undone,
     watch_output,
@@ -603,7 +602,10 @@ class ShardedGradients(GradientRecord):
         whole = [getattr(part, name) for slots in self._units for _, part, name in slots]
         for parameter in (*self.parameters, *whole):
             if torch_private.will_run(torch_private.accumulator_of(parameter)) is not False:
-                refuse_requests()
+                raise RuntimeError(
+                    "gradients of shards were asked for, by torch.autograd.grad or backward(inputs=...), which ranks do not share, "
+                    "expected a whole backward: call loss.backward(retain_graph=True) and read parameter.grad"
+                )
 
     def complete(self, slots: Sequence[Slot]) -> None:
         """Sets the missing gradients of a unit to zeros."""

@@ -10,7 +10,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -558,17 +558,9 @@ def refuse_graph() -> None:
     """Raises ``RuntimeError`` in a backward that keeps a graph of the gradients that ranks share."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "backward(create_graph=True) was called, and gradients that ranks share have no graph, expected a backward without "
-            "it: derivatives of such gradients need one process"
+            "backward(create_graph=True) was called, and gradients that ranks share have no graph, expected "
+            "torch.autograd.grad(loss, parameters, create_graph=True) with strategy='ddp'"
         )
-
-
-def refuse_requests() -> NoReturn:
-    """Raises ``RuntimeError`` for a backward that was asked for gradients of some parameters."""
-    raise RuntimeError(
-        "gradients of parameters were asked for, by torch.autograd.grad or backward(inputs=...), which ranks do not share, "
-        "expected a whole backward: call loss.backward(retain_graph=True) and read parameter.grad, or use one process"
-    )
 
 
 def _detached(tensor: Tensor) -> Tensor:

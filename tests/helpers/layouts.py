@@ -24,7 +24,16 @@ def make_update(model, criterion, way=None, lr=0.1, **settings):
     def by_hand(inputs, targets=()):
         optimizer.zero_grad()
         loss = criterion(model(*entries(inputs)), *entries(targets))
-        loss.backward()
+        if way == "by hand":
+            loss.backward()
+        else:
+            parameters = [*model.parameters(), *criterion.parameters()]
+            trained = [each for each in parameters if each.requires_grad]
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                # Ranks have zeros for a parameter that nobody uses.
+                is_used = gradient is not None and gradient.any()
+                parameter.grad = gradient if is_used else None
         optimizer.step()
         return loss.detach()
 

@@ -24,7 +24,6 @@ from balanced_parallel import (
     PerReplica,
     TrainStep,
     memory,
-    savings,
     simulate,
     verify,
 )
@@ -517,27 +516,6 @@ def test_means_that_are_computed_for_some_rows_only():
         ValueError, match=r"for some rows, and .* for others|does not add up over the rows"
     ):
         DataParallelCriterion(in_a_loop)(outputs, target)
-
-
-class LayerLoss(nn.Module):
-    """A layer with its loss inside, and a mean."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = savings.LinearCrossEntropy(CLASSES, 7)
-
-    def forward(self, output, target):
-        return self.head(output, target) + 0.1 * output.pow(2).mean()
-
-
-def test_a_layer_with_its_loss_inside():
-    module = build_net()
-    criterion = LayerLoss()
-    inputs = torch.randn(7, 4)
-    target = class_targets(7, 2)
-    assert_exact(module, criterion, inputs, target)
-    report = verify(module, criterion, inputs, target, device_ids=["cpu"] * 2, micro_batch_size=2)
-    assert report.equal, report
 
 
 VERIFIED = {

@@ -9,9 +9,11 @@ import torch
 from helpers.ddp import WAYS, assert_update, make_update
 from helpers.fsdp import Language, language_batch, whole_gradients
 from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -135,16 +137,14 @@ def check_optimizer(rank):
     """Adam over shards, whose state moves to the plain optimizer and back."""
     torch.set_default_dtype(torch.float64)
     words, targets = language_batch()
-    plain = Language()
-    whole = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    plain = Plain(Language(), nn.CrossEntropyLoss(), torch.optim.AdamW, lr=0.01, clip=0.5)
+    whole = plain.optimizer
     model, criterion = parallelize(Language(), nn.CrossEntropyLoss(), strategy="fsdp")
     optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.01)
     step = TrainStep(model, criterion, optimizer, max_grad_norm=0.5)
     for number in range(3):
-        whole.zero_grad()
-        nn.functional.cross_entropy(plain(words), targets).backward()
-        assert nn.utils.clip_grad_norm_(plain.parameters(), 0.5) > 0.5
-        whole.step()
+        plain(words, targets)
+        assert plain.norm > 0.5
         step(words.split([3, 6])[rank], targets.split([3, 6])[rank])
         state = optimizer.state_dict()
         assert state["param_groups"] == whole.state_dict()["param_groups"]
@@ -155,8 +155,7 @@ def check_optimizer(rank):
             optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.01)
             optimizer.load_state_dict(whole.state_dict())
             step = TrainStep(model, criterion, optimizer, max_grad_norm=0.5)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(one.full_tensor(), other, rtol=1e-8, atol=1e-10)
+    plain.assert_same(model, gradients=False, rtol=1e-8, atol=1e-10)
     return sum(
         value.to_local().nbytes
         for values in optimizer.state.values()
@@ -383,8 +382,7 @@ def test_blocks_that_change_on_one_rank_never_train_on_mixed_parameters(rank):
     """Runs the experts of one rank in another order in the third update. The other rank waits for its shards."""
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
     net = Experts()
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
-    step = TrainStep(model, criterion, sgd(model))
+    step = parallel_step(net, nn.CrossEntropyLoss(), strategy="fsdp")
     inputs = torch.randn(4, 4)
     targets = torch.randint(5, (4,))
     for update in range(3):

@@ -156,19 +156,19 @@ def test_losses_on_two_hosts_equal_those_of_one_process(tmp_path):
 @on_ranks(2, fresh=True)
 def test_process_group_different_from_the_environment_raises_an_error(rank):
     dist.init_process_group("gloo")
-    model, _ = parallelize(build_net(), torch.nn.MSELoss())  # the running group fits: it is used
+    model, _ = parallelize(build_net(), nn.MSELoss())  # the running group fits: it is used
     assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
     os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"] = "5", "5"
     with pytest.raises(
         ValueError, match="rank . of 2, but torchrun's environment says rank . of 5"
     ):
-        parallelize(build_net(), torch.nn.MSELoss())
+        parallelize(build_net(), nn.MSELoss())
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
     with pytest.raises(
         ValueError, match="2 ranks is running, but torchrun's environment is not there"
     ):
-        parallelize(build_net(), torch.nn.MSELoss())
+        parallelize(build_net(), nn.MSELoss())
     dist.destroy_process_group()
 
 
@@ -224,10 +224,9 @@ def test_ranks_that_cannot_meet_raise_one_line_within_the_timeout(
 
 
 def check_end(rank):
-    import torch.testing._internal.distributed.fake_pg  # It registers a backend, and torch._dynamo imports it.
 
     with simulate(2):
-        parallelize(torch.nn.Linear(4, 3))
+        parallelize(nn.Linear(4, 3))
         end_process_group()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.fsdp import whole_gradients
-from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.ranks import on_ranks
 from helpers.slow import pairs
@@ -17,6 +17,8 @@ from torch import nn
 
 from balanced_parallel import DataParallelCriterion, gather, parallelize, weighted_mean
 
+pytestmark = pytest.mark.usefixtures("double")
+
 STRATEGIES = ["ddp", "fsdp"]
 SIZES = [[2, 4], [6, 0]]
 
@@ -24,7 +26,7 @@ SIZES = [[2, 4], [6, 0]]
 def build():
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
-    return nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 5)).double()
+    return nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 5))
 
 
 def keep_graph(model, loss, x, other, y):
@@ -72,6 +74,50 @@ def of_inputs(model, loss, x, other, y):
     loss(model(other), y).backward()
 
 
+def adaptive_weight(model, loss, x, other, y):
+    """The weight of a second loss is a ratio of gradients of the last layer, as in VQGAN."""
+    last = parameters_of(model)[-2:]
+    output = model(x)
+    first = loss(output, y)
+    second = loss(output, 2 * y)
+    slopes = [torch.autograd.grad(each, last, retain_graph=True) for each in (first, second)]
+    weight = slopes[0][0].norm() / slopes[1][0].norm()
+    (first + weight * second).backward()
+    return [*slopes[0], *slopes[1]]
+
+
+def gradient_of_a_gradient(model, loss, x, other, y):
+    parameters = parameters_of(model)
+    value = loss(model(x), y)
+    slopes = torch.autograd.grad(value, [parameters[0], parameters[-1]], create_graph=True)
+    (value + sum(slope.pow(2).sum() for slope in slopes)).backward()
+    return [slope.detach() for slope in slopes]
+
+
+def hessian_products(model, loss, x, other, y):
+    """The products of the Hessian and two vectors are asked for, then the gradient as it is."""
+    parameters = parameters_of(model)
+    value = loss(model(x), y)
+    slopes = torch.autograd.grad(value, parameters, create_graph=True)
+    first = torch.autograd.grad(
+        slopes, parameters, [slope.detach().sign() for slope in slopes], retain_graph=True
+    )
+    second = torch.autograd.grad(
+        sum(slope.pow(3).sum() for slope in slopes[1:]), parameters, retain_graph=True
+    )
+    value.backward()
+    return [*first, *second]
+
+
+def some_accumulate(model, loss, x, other, y):
+    """The next forward is not disturbed."""
+    last = parameters_of(model)[-2:]
+    value = loss(model(x), y)
+    value.backward(retain_graph=True)
+    value.backward(inputs=last)
+    loss(model(other), y).backward()
+
+
 def penalty_of_inputs(model, loss, x, other, y):
     """A penalty of gradients of inputs is a loss of its own, as in StyleGAN. Its backward does not pass the outputs."""
     x = x.clone().requires_grad_()
@@ -82,15 +128,39 @@ def penalty_of_inputs(model, loss, x, other, y):
     loss(slopes, y[:, :4]).backward()
 
 
+def after_a_failure(model, loss, x, other, y):
+    """A backward that has failed leaves nothing to the next ones."""
+    parameter = parameters_of(model)[0]
+    value = loss(model(x), y)
+
+    def fail(gradient):
+        raise KeyError("a mistake")
+
+    handle = parameter.register_hook(fail)
+    with pytest.raises(KeyError, match="a mistake"):
+        torch.autograd.grad(value, [parameter], retain_graph=True)
+    handle.remove()
+    loss(model(other), y).backward()
+    slopes = torch.autograd.grad(value, [parameter], retain_graph=True)
+    value.backward()
+    return slopes
+
+
+def parameters_of(model):
+    return [*getattr(model, "module", model).parameters()]
+
+
 WAYS = [keep_graph, forwards_then_backwards, three, one_for_two_forwards, accumulate, of_inputs]
-CASES = [*pairs(WAYS, STRATEGIES, SIZES), *itertools.product([penalty_of_inputs], ["ddp"], SIZES)]
+ASKED = [adaptive_weight, gradient_of_a_gradient, hessian_products]
+ASKED += [some_accumulate, penalty_of_inputs, after_a_failure]
+CASES = [*pairs(WAYS, STRATEGIES, SIZES), *itertools.product(ASKED, ["ddp"], SIZES)]
 
 
 @pytest.mark.parametrize(("way", "strategy", "sizes"), CASES)
 @on_ranks(2)
 def test_each_backward_equals_the_plain_program(rank, way, strategy, sizes):
     plain = build()
-    tensors = torch.randn(6, 4).double(), torch.randn(6, 4).double(), torch.randn(6, 5).double()
+    tensors = torch.randn(6, 4), torch.randn(6, 4), torch.randn(6, 5)
     expected = way(plain, F.mse_loss, *tensors)
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
     results = way(model, criterion, *(tensor.split(sizes)[rank] for tensor in tensors))
@@ -98,37 +168,29 @@ def test_each_backward_equals_the_plain_program(rank, way, strategy, sizes):
     assert_same_gradients(whole_gradients(model.module), gradients(plain))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_gradients_of_parameters_that_are_asked_for_raise_an_error(rank, strategy):
-    """The whole backward that the error names is right, also behind the error."""
-    plain = build()
-    tensors = torch.randn(6, 4).double(), torch.randn(6, 5).double()
-    F.mse_loss(plain(tensors[0]), tensors[1]).backward()
-    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
-    inputs, targets = (tensor[3 * rank : 3 * rank + 3] for tensor in tensors)
-    loss = criterion(model(inputs), targets)
-    message = (
-        r"gradients of parameters were asked for.*retain_graph=True\) and read parameter\.grad"
-    )
-    with pytest.raises(RuntimeError, match=message):
+def test_gradients_of_shards_that_are_asked_for_raise_an_error(rank):
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
+    loss = criterion(model(torch.randn(3, 4)), torch.randn(3, 5))
+    with pytest.raises(
+        RuntimeError,
+        match=r"gradients of shards were asked for.*retain_graph=True\) and read parameter\.grad",
+    ):
         torch.autograd.grad(loss, [*model.module.parameters()][-1:], retain_graph=True)
-    with pytest.raises(RuntimeError, match=message):
-        torch.autograd.grad(loss, [*model.module.parameters()], create_graph=True)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match="gradients of shards were asked for"):
         loss.backward(inputs=[*model.module.parameters()], retain_graph=True)
     loss.backward()
-    assert_same_gradients(whole_gradients(model.module), gradients(plain))
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
-    loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
+    loss = criterion(model(torch.randn(3, 4)), torch.randn(3, 5))
     with pytest.raises(
         RuntimeError,
-        match=r"create_graph=True\) was called.*expected a backward without it",
+        match=r"create_graph=True\) was called.*expected torch\.autograd\.grad\(loss, parameters",
     ):
         loss.backward(create_graph=True)
 
@@ -137,23 +199,19 @@ def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
 @on_ranks(2, timeout=60)
 def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, inputs_alone):
     torch.manual_seed(0)
-    plain = nn.Linear(4, 3).double()
-    step = parallel_step(copy.deepcopy(plain), devices=["cpu"], strategy="ddp", micro_batch_size=2)
-    optimizer = sgd(plain)
+    net = nn.Linear(4, 3)
+    plain = Plain(net, nn.CrossEntropyLoss())
+    step = parallel_step(net, devices=["cpu"], strategy="ddp", micro_batch_size=2)
     for rows in (7, 5, 1):
-        inputs = torch.randn(rows, 4).double()
+        inputs = torch.randn(rows, 4)
         targets = torch.randint(3, (rows,))
         part = slice(0, (rows + 1) // 2) if rank == 0 else slice((rows + 1) // 2, rows)
         attacked = inputs[part].clone().requires_grad_()
         output = step.model(attacked).gather(ranks=False)
         if inputs_alone:
             torch.autograd.grad(output.sum(), attacked)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(plain(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        assert_equal(step(inputs[part], targets[part]), loss)
-    assert_equal(step.model.module.weight, plain.weight)
+        assert_equal(step(inputs[part], targets[part]), plain(inputs, targets))
+    assert_equal(net.weight, plain.module.weight)
 
 
 class Adapted(nn.Module):
@@ -205,18 +263,16 @@ class Scaled(nn.PReLU):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(rank, strategy):
-    inputs = torch.randn(3, 4).double()
-    targets = torch.randn(3, 5).double()
+    inputs = torch.randn(3, 4)
+    targets = torch.randn(3, 5)
     model = parallelize(build(), None, ["cpu"], strategy=strategy)
     with pytest.raises(
         ValueError,
         match=r"parameter of shape \(1,\) to train, whose gradient the ranks would not share",
     ):
-        DataParallelCriterion(Scaled().double())(model(inputs), targets)
-    DataParallelCriterion(Scaled().double().requires_grad_(False))(
-        model(inputs), targets
-    ).backward()
-    model, criterion = parallelize(build(), Scaled().double(), ["cpu"], strategy=strategy)
+        DataParallelCriterion(Scaled())(model(inputs), targets)
+    DataParallelCriterion(Scaled().requires_grad_(False))(model(inputs), targets).backward()
+    model, criterion = parallelize(build(), Scaled(), ["cpu"], strategy=strategy)
     if strategy == "fsdp":
         with pytest.raises(ValueError, match="make it part of the module"):
             criterion(model(inputs), targets)
@@ -234,14 +290,16 @@ def test_error_before_the_first_forward_of_shards_is_raised_as_it_is(rank):
 
     handle = step.model.register_forward_pre_hook(fail)
     with pytest.raises(KeyError, match="a mistake"):
-        step(torch.randn(3, 4).double(), torch.randn(3, 5).double())
+        step(torch.randn(3, 4), torch.randn(3, 5))
     handle.remove()
-    assert step(torch.randn(3, 4).double(), torch.randn(3, 5).double()).isfinite().item()
+    assert step(torch.randn(3, 4), torch.randn(3, 5)).isfinite().item()
 
 
-@on_ranks(2)
-def test_join_has_a_clear_error(rank):
-    model, _ = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="ddp")
+@on_ranks(2, fresh=True)
+def test_wrong_hooks_and_join_have_clear_errors(rank):
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="ddp")
+    with pytest.raises(TypeError, match=r"hook='allreduce', expected a function \(state, bucket\)"):
+        model.register_comm_hook(None, "allreduce")
     with (
         pytest.raises(
             NotImplementedError, match=r"join\(\) was called, expected batches without rows"
@@ -249,3 +307,9 @@ def test_join_has_a_clear_error(rank):
         model.join(),
     ):
         pass
+    model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    with pytest.raises(
+        TypeError,
+        match=r"the hook returned a tensor of shape \(.*expected a torch\.futures\.Future",
+    ):
+        criterion(model(torch.randn(3, 4)), torch.randn(3, 5)).backward()

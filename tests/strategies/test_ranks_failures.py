@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.fsdp import whole
-from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 from helpers.steps import parallel_step
@@ -19,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import balanced_parallel
-from balanced_parallel import DiceLoss, TrainStep, parallelize
+from balanced_parallel import DiceLoss
 from balanced_parallel.batch.rows import Batch
 from balanced_parallel.strategies.ranks import RankModel
 from balanced_parallel.training.optimizers import ParameterUpdate
@@ -228,10 +227,14 @@ def test_a_failure_of_one_rank_is_told_wherever_it_is_and_the_step_is_repeated(
 def check_failed_plan(rank, strategy):
     """Rank 1 fails before it has told the number of its micro-batches, in the second of three updates."""
     torch.manual_seed(0)
-    model, criterion = parallelize(
-        Net(), two_losses, ["cpu"], strategy=strategy, weight={"first": count, "second": count}
+    step = parallel_step(
+        Net(),
+        two_losses,
+        devices=["cpu"],
+        strategy=strategy,
+        weight={"first": count, "second": count},
+        micro_batch_size=2,
     )
-    step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
     losses = []
     errors = []
     for number in range(3):
