@@ -254,7 +254,8 @@ def trace_few(request: Request, numbers: Sequence[int]) -> Sequence[Trace | None
     if (repeated := find_repeated(request)) is None:
         return nothing
     stack, fewest = repeated
-    for count in (fewest, fewest + 1):
+    # Blocks near the ends may differ from those in the middle, more of them where tensors wait.
+    for count in (fewest, fewest + 2):
         few, more = (dataclasses.replace(request, blocks=count + n) for n in (0, 1))
         jobs = [(few, rows) for rows in numbers] + [(more, numbers[-1])]
         traces = _run_in_processes(jobs, _trace_or_reason)
