@@ -108,7 +108,6 @@ def cases(draw, ranks):
 
 def check_case(rank, case):
     """Compares this rank's loss and gradients with those of the plain program; returns how many gradients there were."""
-    torch.set_default_dtype(torch.float64)
     make_criterion, kind = LOSSES[case.loss]
     rows = sum(map(sum, case.windows))
     inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))

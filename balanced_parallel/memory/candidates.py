@@ -17,7 +17,6 @@ from typing import NamedTuple
 from ..batch.plan import count_micro_batches, split_sizes
 from ..diagnostics.reasons import statistics_of
 from ..runtime.values import format_bytes
-from ..strategies.tracing import state_bytes
 from .lines import Lines, most_that_fit
 from .problem import Request
 from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
@@ -581,11 +580,6 @@ class Search:
         request = with_savings(self.request, savings)
         if request is None:
             return None
-        if request.layout.is_sharded:
-            # One host has all shards if it has room for a copy of the model: the rule of make_mesh.
-            local = request.devices // self.hosts
-            if local > 1 and state_bytes(request.module) // local <= min(self.capacity) // 2:
-                request = replace(request, devices=local)
         return Option(savings, request, self.capacity, self.batch_size)
 
     def what_would_fit(self) -> tuple[int, int | None]:

@@ -5,13 +5,11 @@ from itertools import chain
 
 import pytest
 import torch
-from helpers.optimizers import sgd
-from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
-from torch import nn
+from helpers.steps import train_over
 from torch.utils.data import DataLoader
 
-from balanced_parallel import BalancedBatchSampler, RankBatchSampler, TrainStep, parallelize
+from balanced_parallel import BalancedBatchSampler, RankBatchSampler
 from balanced_parallel.runtime import collectives
 
 ROWS = range(23)
@@ -129,7 +127,7 @@ def test_a_position_with_other_micro_batches_or_of_an_older_checkpoint_continues
 def test_a_sampler_that_cuts_by_cost_has_no_micro_batches():
     with pytest.raises(
         TypeError,
-        match="unexpected keyword argument 'micro_batch_size', expected one of costs, batch_size",
+        match="unexpected keyword argument 'micro_batch_size', expected .*\\(costs, batch_size",
     ):
         BalancedBatchSampler(LENGTHS, 8, micro_batch_size=2)
     assert make_balanced_samplers(2)[0].micro_batch_size is None
@@ -206,17 +204,7 @@ def test_invalid_costs_raise_an_error(cost):
 
 
 def losses_of(rank):
-    net = build_net().double()
-    targets = class_targets(20, ignored=6)
-    inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double()
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(model, criterion, sgd(model, lr=0.5))
-    sampler = BalancedBatchSampler(LENGTHS[:20], 8, seed=0)
-    losses = []
-    for rows in sampler:
-        losses.append(step(inputs[rows], targets[rows]).item())
-        sampler.advance()
-    return losses
+    return train_over(BalancedBatchSampler(LENGTHS[:20], 8, seed=0), 20)
 
 
 def test_ranks_train_as_one_process():

@@ -5,10 +5,9 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from helpers.optimizers import sgd
 from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
-from torch import nn
+from helpers.steps import parallel_step, train_over
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from balanced_parallel import BalancedBatchSampler, RankBatchSampler, TrainStep, parallelize
+from balanced_parallel import BalancedBatchSampler, RankBatchSampler
 
 ROWS = 20
 COSTS = [1 + 7 * row % 13 for row in range(ROWS)]
@@ -222,23 +221,12 @@ def test_a_loader_takes_batches():
 
 
 def losses_of(rank):
-    net = build_net().double()
-    targets = class_targets(ROWS, ignored=6)
-    inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0)).double()
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(model, criterion, sgd(model, lr=0.5))
     torch.manual_seed(rank)
-    sampler = RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS), 6, seed=0)
-    losses = []
-    for rows in sampler:
-        losses.append(step(inputs[rows], targets[rows]).item())
-        sampler.advance()
-    return losses
+    return train_over(RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS), 6, seed=0), ROWS)
 
 
 def fail_with_weights_of(rank):
-    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(model, criterion, sgd(model, lr=0.5))
+    step = parallel_step(build_net(), devices=["cpu"])
     sampler = RankBatchSampler(
         WeightedRandomSampler([*range(1 + 9 * rank, ROWS + 1 + 9 * rank)], ROWS), 6, seed=0
     )

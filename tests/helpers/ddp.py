@@ -32,6 +32,13 @@ def make_update(way, module, criterion, *, strategy="ddp", **settings):
     return model, by_hand if way == "criterion" else step
 
 
+def calls_of(work, *names):
+    """Returns how often operations of these names ran in the work, by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        work()
+    return sum(event.count for event in profiler.key_averages() if event.key in names)
+
+
 class Chosen(nn.Module):
     """Uses one of its branches, or none, as it is told."""
 

@@ -15,11 +15,10 @@ LAYOUTS = [(1, 2), (3, None), (2, 2), (1, "by hand"), (3, "by hand"), ("simulate
 def make_update(model, criterion, way=None, lr=0.1, **settings):
     """Returns a function of inputs and targets that makes an update of SGD, and returns its loss.
 
-    The way is a number of rows in a micro-batch of a step, or None for all of them, or "by hand", or "asked": by hand, with
-    gradients that ``torch.autograd.grad`` returns. Settings are those of a step.
+    The way is a number of rows in a micro-batch of a step, or None for all of them, or "by hand". Settings are those of a step.
     """
     optimizer = sgd(model, criterion, lr=lr)
-    if way not in ("by hand", "asked"):
+    if way != "by hand":
         return TrainStep(model, criterion, optimizer, micro_batch_size=way, **settings)
 
     def by_hand(inputs, targets=()):
@@ -32,7 +31,9 @@ def make_update(model, criterion, way=None, lr=0.1, **settings):
             trained = [each for each in parameters if each.requires_grad]
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
             for parameter, gradient in zip(trained, gradients, strict=True):
-                parameter.grad = gradient
+                # Ranks have zeros for a parameter that nobody uses.
+                is_used = gradient is not None and gradient.any()
+                parameter.grad = gradient if is_used else None
         optimizer.step()
         return loss.detach()
 

@@ -2,7 +2,7 @@
 
 import torch
 from helpers.optimizers import balanced_or_plain, sgd
-from helpers.problems import class_batch
+from helpers.problems import build_net, class_batch, class_targets
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -56,6 +56,18 @@ def still_step(net, criterion, devices=3, **settings):
     """Returns a step of a wrapped criterion that does not change the parameters."""
     optimizer = sgd(net, criterion, lr=0.0)
     return TrainStep(DataParallelModel(net, ["cpu"] * devices), criterion, optimizer, **settings)
+
+
+def train_over(sampler, rows):
+    """Returns the losses of updates whose rows a sampler chooses, in one process or on a rank."""
+    step = parallel_step(build_net().double(), devices=["cpu"], lr=0.5)
+    inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)).double()
+    targets = class_targets(rows, ignored=6)
+    losses = []
+    for chosen in sampler:
+        losses.append(step(inputs[chosen], targets[chosen]).item())
+        sampler.advance()
+    return losses
 
 
 def batch(number):

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from helpers.pages import ROOT
+from torch.testing import assert_close
 
 pytestmark = [
     pytest.mark.libraries,
@@ -37,9 +38,7 @@ SHAPES = [(["cpu"], 2), (["cpu"] * 3, 1), (["cpu"] * 3, 2), (["cpu"] * 5, 3)]
 
 
 def assert_same_state(module, expected, tolerance=1e-12):
-    torch.testing.assert_close(
-        module.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance
-    )
+    assert_close(module.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance)
 
 
 def check_fit(
@@ -55,7 +54,7 @@ def check_fit(
     trainer = fit(module, BalancedStrategy(devices), batches, **settings)
     assert_same_state(module, expected)
     for name in names:
-        torch.testing.assert_close(
+        assert_close(
             trainer.callback_metrics[name], plain.callback_metrics[name], rtol=1e-6, atol=1e-9
         )
     assert trainer.global_step == plain.global_step
@@ -83,12 +82,10 @@ def test_results_of_a_batch_have_all_rows_and_the_loss_of_the_update():
     module, expected = check_fit(Classifier, ["cpu"] * 3, 2)
     assert module.seen < expected.seen == 64  # the first replica is the module
     for number, (loss, outputs) in enumerate(expected.results[:2]):
-        torch.testing.assert_close(module.results[2 * number + 1][0], loss)
+        assert_close(module.results[2 * number + 1][0], loss)
         assert module.results[2 * number][0] == 0
         if number == 0:
-            torch.testing.assert_close(
-                torch.cat([module.results[0][1], module.results[1][1]]), outputs
-            )
+            assert_close(torch.cat([module.results[0][1], module.results[1][1]]), outputs)
 
 
 def test_a_step_leaves_no_trace_in_attributes():
@@ -145,7 +142,7 @@ def test_checkpoints_are_those_of_lightning_and_both_resume(tmp_path):
         paths.append(saved.last_model_path)
         states.append(torch.load(paths[-1], weights_only=False))
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
-        torch.testing.assert_close(states[1][key], states[0][key], rtol=1e-10, atol=1e-12)
+        assert_close(states[1][key], states[0][key], rtol=1e-10, atol=1e-12)
     assert states[0].keys() == states[1].keys()
     for path in paths:
         expected = Classifier("step")
@@ -170,9 +167,7 @@ def test_mixed_precision_with_a_scaler(scale):
     if scale > 2.0**20:  # all updates are skipped
         assert_same_state(modules[1], modules[0], 0)
     else:
-        torch.testing.assert_close(
-            modules[1].gradients[0], modules[0].gradients[0], rtol=2e-2, atol=2e-3
-        )
+        assert_close(modules[1].gradients[0], modules[0].gradients[0], rtol=2e-2, atol=2e-3)
 
 
 def test_bfloat16():
@@ -180,9 +175,7 @@ def test_bfloat16():
     modules = [Classifier(), Classifier()]
     fit(modules[0], precision="bf16-mixed")
     fit(modules[1], BalancedStrategy(["cpu"] * 3), 2, precision="bf16-mixed")
-    torch.testing.assert_close(
-        modules[1].gradients[0], modules[0].gradients[0], rtol=5e-2, atol=1e-2
-    )
+    assert_close(modules[1].gradients[0], modules[0].gradients[0], rtol=5e-2, atol=1e-2)
 
 
 class WithMetric(Classifier):
@@ -273,10 +266,8 @@ def test_ranks(kind, batches, tmp_path):
     gradients, metrics, names = torch.load(tmp_path / "result.pt", weights_only=False)
     expected = globals()[kind]()
     fit(expected, max_epochs=1, selected=range(30))
-    torch.testing.assert_close(gradients[0], expected.gradients[0], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(
-        metrics["train_loss_step"], expected.results[-1][0], rtol=1e-5, atol=1e-8
-    )
+    assert_close(gradients[0], expected.gradients[0], rtol=1e-10, atol=1e-12)
+    assert_close(metrics["train_loss_step"], expected.results[-1][0], rtol=1e-5, atol=1e-8)
     assert names == [*expected.state_dict()]
 
 

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 pytestmark = [
     pytest.mark.libraries,
@@ -44,9 +45,7 @@ from balanced_parallel.integrations.lightning import BalancedStrategy  # noqa: E
 
 
 def assert_same_state(module, expected, tolerance=1e-12):
-    torch.testing.assert_close(
-        module.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance
-    )
+    assert_close(module.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance)
 
 
 def fit_both(make, devices=3, batches=2, **settings):
@@ -166,7 +165,7 @@ def test_validation_and_prediction():
         for trainer, module in results
     ]
     losses = [trainer.validate(module, load(12))[0]["val_loss"] for trainer, module in results]
-    torch.testing.assert_close(*predictions)
+    assert_close(*predictions)
     assert losses[0] == pytest.approx(losses[1])
 
 
@@ -204,7 +203,7 @@ def test_metrics_from_the_results_of_a_batch():
             self.accuracy.reset()
 
     (_, expected), (_, module) = fit_both(WithMetric, batches=1)
-    torch.testing.assert_close(module.values, expected.values)
+    assert_close(module.values, expected.values)
 
 
 @pytest.mark.parametrize(
@@ -471,7 +470,7 @@ def test_the_adversarial_networks_of_the_page():
         results.append((module, trainer.callback_metrics["maker_loss"]))
     (expected, loss), (module, own) = results
     assert_same_state(module, expected)
-    torch.testing.assert_close(own, loss)
+    assert_close(own, loss)
 
 
 def test_the_program_of_the_page(tmp_path):

@@ -18,6 +18,7 @@ from helpers.trainers import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -41,7 +42,7 @@ def make_trainer(
 
 
 def check(numbers, expected, tolerance=1e-4):
-    torch.testing.assert_close(
+    assert_close(
         torch.tensor(numbers), torch.tensor(expected), rtol=tolerance, atol=1e-5, equal_nan=True
     )
 
@@ -364,7 +365,8 @@ def test_window_without_labels(head, devices, size):
 def test_a_window_that_is_one_forward_has_any_loss():
     rows = make_rows("images", 4)
     expected = train_plainly(Contrastive(), rows, 2, lambda model, batch: model(**batch)["loss"])
-    model, modes = Contrastive(), []
+    model = Contrastive()
+    modes = []
     model.register_forward_pre_hook(lambda *_: modes.append(torch._C._len_torch_function_stack()))
     numbers = train(make_trainer("images", make_arguments(), model=model, rows=4, devices=None))
     check(numbers, expected)
@@ -498,7 +500,7 @@ def test_detectors_whose_labels_are_a_list_of_mappings(tmp_path, settings):
     result = train_boxes(
         lambda boxes: torch.cat(boxes).mean(), tmp_path, BalancedTrainer, 4, **settings
     )
-    torch.testing.assert_close(result, expected)
+    assert_close(result, expected)
     with pytest.raises(
         ValueError,
         match="computes mean.* for some rows, and mean.* for others",

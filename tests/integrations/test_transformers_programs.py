@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.trainers import make_arguments, make_model, make_rows, pad, train
+from torch.testing import assert_close
 from transformers import Trainer
 from transformers.trainer_utils import HPSearchBackend
 
@@ -45,7 +46,7 @@ def test_a_resume_in_mid_epoch_on_other_devices(devices, rows, batches, tmp_path
         ids = None if devices is None else range(devices)
         trainer = make_trainer(BalancedTrainer, arguments, ids or ["cpu"], model=make_model("gpt2"))
         result = train(trainer, resume_from_checkpoint=str(tmp_path / "before" / "checkpoint-4"))
-    torch.testing.assert_close(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert_close(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 class Trial(dict):
@@ -98,4 +99,4 @@ def test_a_search_for_settings(monkeypatch):
             BalancedTrainer, devices=range(2), arguments={"gradient_accumulation_steps": 2}
         )
     assert expected[0] != expected[1]
-    torch.testing.assert_close(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert_close(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ import tempfile
 import pytest
 import torch
 from helpers.ranks import run_ranks
+from torch.testing import assert_close
 
 from balanced_parallel import simulate
 
@@ -199,9 +200,7 @@ def run(case, *, evaluates, is_exact=True, devices=None, **settings):
 
 def compare(result, expected):
     # a sum of losses of rows that cancel is zero, up to rounding
-    torch.testing.assert_close(
-        torch.tensor(result[0]), torch.tensor(expected[0]), rtol=2e-4, atol=2e-5
-    )
+    assert_close(torch.tensor(result[0]), torch.tensor(expected[0]), rtol=2e-4, atol=2e-5)
     if expected[1] is not None:
         assert result[1] == pytest.approx(expected[1], rel=3e-4)
 
@@ -271,7 +270,7 @@ def test_a_model_of_reference_in_bf16_keeps_the_forward_that_trl_gives_it():
         dpo, evaluates=False, is_exact=False, per_device_train_batch_size=6, bf16=True
     )
     result, _ = run(dpo, evaluates=False, devices=THREE, bf16=True)
-    torch.testing.assert_close(torch.tensor(result), torch.tensor(expected), rtol=0.05, atol=0.01)
+    assert_close(torch.tensor(result), torch.tensor(expected), rtol=0.05, atol=0.01)
 
 
 def test_micro_batches_of_trl_differ():

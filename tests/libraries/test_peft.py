@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
 
@@ -83,7 +84,7 @@ def check(result, expected, **tolerances):
     losses, parameters = result
     assert losses == pytest.approx(expected[0], rel=1e-10)
     for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter, expected[1][name], **tolerances, msg=name)
+        assert_close(parameter, expected[1][name], **tolerances, msg=name)
 
 
 ALL = {"target_modules": "all-linear", "use_rslora": True, "bias": "all"}
@@ -101,7 +102,7 @@ def test_the_bias_of_keys_has_a_gradient_of_rounding_errors():
     assert losses == pytest.approx(expected[0], rel=1e-5)
     for name, parameter in parameters.items():
         if not name.endswith("key.base_layer.bias"):
-            torch.testing.assert_close(parameter, expected[1][name], rtol=1e-3, atol=1e-4, msg=name)
+            assert_close(parameter, expected[1][name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def with_a_second():
@@ -149,7 +150,7 @@ def test_weights_are_merged_between_updates():
     expected = train_plainly(make(target_modules=["query", "dense"]), evaluate(plain))
     result = train_in_parts(make(target_modules=["query", "dense"]), evaluate(parts))
     check(result, expected, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(parts, plain, rtol=1e-9, atol=1e-9)
+    assert_close(parts, plain, rtol=1e-9, atol=1e-9)
 
 
 def test_a_model_without_its_adapters_is_trained_on():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, Whole
 
@@ -42,8 +43,8 @@ def assert_equal_to_plain(net, criterion, *targets, updates=2, **layout):
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
-        torch.testing.assert_close(step(inputs, *targets), expected.detach())
-    torch.testing.assert_close([*net.parameters()], [*plain.parameters()])
+        assert_close(step(inputs, *targets), expected.detach())
+    assert_close([*net.parameters()], [*plain.parameters()])
 
 
 LAYOUTS = [{"devices": 3}, {"devices": 1, "limit": 2}, {"devices": 2, "limit": 1}]
@@ -134,9 +135,10 @@ def test_a_row_of_an_earlier_update_is_not_joined_with_another_queue():
 
     step = make_step(net, criterion, devices=1, limit=1)
     for rows in (1, 1, 3, 1, 3, 1, 3, 3):
-        inputs, queue = torch.randn(rows, 4), torch.randn(6, 3)
+        inputs = torch.randn(rows, 4)
+        queue = torch.randn(6, 3)
         expected = criterion(net(inputs), queue).detach()
-        torch.testing.assert_close(step(inputs, Whole(queue)), expected)
+        assert_close(step(inputs, Whole(queue)), expected)
 
 
 class Actor(nn.Module):
@@ -144,7 +146,8 @@ class Actor(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.choose, self.value = nn.Linear(4, 3), nn.Linear(4, 1)
+        self.choose = nn.Linear(4, 3)
+        self.value = nn.Linear(4, 1)
 
     def forward(self, inputs):
         choices = torch.distributions.Categorical(logits=self.choose(inputs))
@@ -159,7 +162,8 @@ def test_the_gradient_through_an_object_is_that_of_its_second_pass():
     """The first pass saw no graph behind it, and the policy was never trained."""
     torch.manual_seed(0)
     layout = {"devices": 1, "limit": 2}
-    net, actions = Actor(), torch.randint(3, (9,))
+    net = Actor()
+    actions = torch.randint(3, (9,))
     assert_equal_to_plain(net, policy_and_value, actions, **layout)
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.optimizers import sgd
+from helpers.plain import dense
 from helpers.problems import build_net, class_targets
 from helpers.ranks import on_ranks
+from helpers.steps import make_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -139,22 +141,14 @@ CASES = {
     "sums": (of_sums, {"reduction": "sum"}, lambda result: result["loss"], ["hits", "twice"]),
     "all rows": (loss_and_accuracy, {"whole": True}, lambda result: result["loss"], ["accuracy"]),
 }
+pytestmark = pytest.mark.usefixtures("double")
 ROWS = 11
 UPDATES = 2
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def batch(number):
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, 4, generator=generator, dtype=torch.float64), torch.randint(
-        5, (ROWS,), generator=generator
-    )
+    return torch.randn(ROWS, 4, generator=generator), torch.randint(5, (ROWS,), generator=generator)
 
 
 def value_of(result, name):
@@ -170,7 +164,7 @@ def value_of(result, name):
 def plain(case):
     """Returns losses, values to log and parameters of the plain program."""
     criterion, _, pick, names = CASES[case]
-    net = build_net().double()
+    net = build_net()
     optimizer = sgd(net)
     losses = []
     values = []
@@ -188,7 +182,7 @@ def plain(case):
 def check(case, wrap, rows=slice(None), in_parts=False, **settings):
     """Compares a step with the plain program. ``wrap`` returns the model and the criterion of a net and a criterion."""
     criterion, arguments, _, names = CASES[case]
-    net = build_net().double()
+    net = build_net()
     model, criterion = wrap(net, DataParallelCriterion(criterion, **arguments))
     step = TrainStep(model, criterion, sgd(model), **settings)
     losses, values, parameters = plain(case)
@@ -208,8 +202,7 @@ def check(case, wrap, rows=slice(None), in_parts=False, **settings):
         assert [metrics[name] for name in names] == pytest.approx(values[number], rel=1e-10)
     assert "lr" not in metrics
     for parameter, expected in zip(model.module.parameters(), parameters, strict=True):
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        assert_close(whole.detach().cpu(), expected, rtol=1e-10, atol=1e-12)
+        assert_close(dense(parameter), expected, rtol=1e-10, atol=1e-12)
 
 
 def replicas(devices):
@@ -235,7 +228,6 @@ def test_other_modes(case):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @on_ranks(2)
 def test_ranks_also_without_rows(rank, strategy):
-    torch.set_default_dtype(torch.float64)
     rows = [
         [slice(0, 4), slice(0, 0)],
         [slice(4, ROWS), slice(0, ROWS)],
@@ -260,7 +252,7 @@ def test_ranks_also_without_rows(rank, strategy):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "number"])
 def test_a_loop_by_hand_gets_the_same_structure(case):
     criterion, arguments, pick, _ = CASES[case]
-    net, (inputs, targets) = build_net().double(), batch(0)
+    net, (inputs, targets) = build_net(), batch(0)
     result = DataParallelCriterion(criterion, **arguments)(
         DataParallelModel(net, ["cpu"] * 3)(inputs), targets
     )
@@ -272,10 +264,8 @@ def test_a_loop_by_hand_gets_the_same_structure(case):
 
 
 def test_functions_of_sums_to_log_take_no_second_pass():
-    net, (inputs, targets) = build_net().double(), batch(0)
-    criterion = DataParallelCriterion(accuracy_without_a_graph)
-    optimizer = sgd(net)
-    step = TrainStep(DataParallelModel(net, ["cpu"] * 2), criterion, optimizer, micro_batch_size=2)
+    net, (inputs, targets) = build_net(), batch(0)
+    step = make_step(net, accuracy_without_a_graph, micro_batch_size=2)
     forwards = []
     net.register_forward_hook(lambda *_: forwards.append(1))
     for _ in range(2):
@@ -306,21 +296,14 @@ def a_mean_in_two_losses(output, target):
     ],
 )
 def test_a_total_without_the_name_of_the_loss_is_an_error(criterion, text, settings):
-    net, (inputs, targets) = build_net().double(), batch(0)
-    model = DataParallelModel(net, ["cpu"] * 3)
-    step = TrainStep(
-        model,
-        DataParallelCriterion(criterion),
-        sgd(net),
-        **settings,
-    )
+    net, (inputs, targets) = build_net(), batch(0)
+    step = make_step(net, criterion, devices=3, **settings)
     with pytest.raises(
         ValueError, match=rf"the criterion returned {text}, .*expected the total in an entry 'loss'"
     ):
         step(inputs, targets)
-    result = DataParallelCriterion(criterion)(
-        model(inputs), targets
-    )  # A loop chooses the loss itself.
+    # A loop chooses the loss itself.
+    result = DataParallelCriterion(criterion)(step.model(inputs), targets)
     assert all(value.isfinite() for value in result.values())
 
 
@@ -328,30 +311,35 @@ def with_an_unknown_value(output, target):
     return {"loss": F.cross_entropy(output, target), "largest": output.square().amax()}
 
 
+def with_a_constant(output, target):
+    rows = torch.tensor(float(len(target)))
+    return {"loss": F.cross_entropy(output, target), "rows": rows, "size": output.new_tensor(5)}
+
+
+UNKNOWN = {"largest": with_an_unknown_value, "rows": with_a_constant}
+
+
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}], ids=str)
-def test_an_unknown_value_does_not_stop_a_step_and_is_never_a_mean_of_means(settings):
-    net, (inputs, targets) = build_net().double(), batch(0)
-    model = DataParallelModel(net, ["cpu"] * 3)
-    criterion = DataParallelCriterion(with_an_unknown_value)
-    step = TrainStep(model, criterion, sgd(net, lr=0.0), **settings)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_value_does_not_stop_a_step_and_is_never_a_mean_of_means(name, settings):
+    """The number of rows of the first shard was returned."""
+    net, (inputs, targets) = build_net(), batch(0)
+    step = make_step(net, UNKNOWN[name], devices=3, lr=0.0, **settings)
+    unknown = "is not a function of sums over the rows"
     for _ in range(3):
-        expected = F.cross_entropy(net(inputs), targets).item()
-        assert step(inputs, targets).item() == pytest.approx(expected, rel=1e-12)
+        assert_close(step(inputs, targets), F.cross_entropy(net(inputs), targets).detach())
         with pytest.raises(
-            ValueError,
-            match=r"the value 'largest' beside the loss is not a function of sums over the rows.*return_outputs=True",
+            ValueError, match=f"the value '{name}' beside the loss {unknown}.*return_outputs=True"
         ):
             step.metrics()
-    with pytest.raises(
-        ValueError, match=r"the loss\['largest'\] of .* is not a function of sums over the rows"
-    ):
-        criterion(model(inputs), targets)
+    with pytest.raises(ValueError, match=rf"the loss\['{name}'\] of .* {unknown}"):
+        step.criterion(step.model(inputs), targets)
 
 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_number_that_differs_between_shards_is_refused_in_a_loop_by_hand(devices):
     """Numbers of two equal shards were equal, and half of that of the batch."""
-    net, (inputs, targets) = build_net().double(), batch(0)
+    net, (inputs, targets) = build_net(), batch(0)
     inputs = inputs[:10]
     targets = targets[:10]
     model = DataParallelModel(net, ["cpu"] * devices)
@@ -363,35 +351,14 @@ def test_a_number_that_differs_between_shards_is_refused_in_a_loop_by_hand(devic
     assert result["lr"].item() == pytest.approx(0.1)
 
 
-def with_a_constant(output, target):
-    rows = torch.tensor(float(len(target)))
-    return {"loss": F.cross_entropy(output, target), "rows": rows, "size": output.new_tensor(5)}
-
-
-@pytest.mark.parametrize("devices", [2, 3])
-def test_a_constant_to_log_is_not_that_of_one_shard(devices):
-    """The number of rows of the first shard was returned."""
-    net, (inputs, targets) = build_net().double(), batch(0)
-    model = DataParallelModel(net, ["cpu"] * devices)
-    criterion = DataParallelCriterion(with_a_constant)
-    step = TrainStep(model, criterion, sgd(net, lr=0.0))
-    for _ in range(3):
-        expected = F.cross_entropy(net(inputs), targets).item()
-        assert step(inputs, targets).item() == pytest.approx(expected, rel=1e-12)
-        with pytest.raises(ValueError, match="the value 'rows' beside the loss is not a function"):
-            step.metrics()
-    with pytest.raises(ValueError, match=r"the loss\['rows'\] of .* is not a function of sums"):
-        criterion(model(inputs), targets)
-
-
 def test_verify_takes_the_loss_as_a_step_does():
-    net, (inputs, targets) = build_net().double(), batch(0)
+    net, (inputs, targets) = build_net(), batch(0)
     report = verify(net, total_and_parts, inputs, targets, device_ids=["cpu"] * 3)
     assert report.equal, report
 
 
 def test_a_loss_with_other_tensors_is_a_loss_alone():
-    head = nn.AdaptiveLogSoftmaxWithLoss(4, 10, [5]).double()
+    head = nn.AdaptiveLogSoftmaxWithLoss(4, 10, [5])
     loss = DataParallelCriterion(head)(
         DataParallelModel(nn.Identity(), ["cpu"] * 2)(batch(0)[0]), class_targets(ROWS)
     )
@@ -399,15 +366,10 @@ def test_a_loss_with_other_tensors_is_a_loss_alone():
 
 
 def test_a_value_of_a_batch_that_is_not_split_needs_no_rule():
-    net, (inputs, targets) = build_net().double(), batch(0)
-    model = DataParallelModel(net, ["cpu"])
-    result = DataParallelCriterion(with_an_unknown_value)(model(inputs), targets)
+    net, (inputs, targets) = build_net(), batch(0)
+    step = make_step(net, with_an_unknown_value, devices=1, lr=0.0)
+    result = step.criterion(step.model(inputs), targets)
     assert result["largest"].item() == pytest.approx(net(inputs).square().amax().item())
-    step = TrainStep(
-        model,
-        DataParallelCriterion(with_an_unknown_value),
-        sgd(net, lr=0.0),
-    )
     step(inputs, targets)
     assert step.metrics()["largest"] == pytest.approx(result["largest"].item())
 
@@ -435,7 +397,7 @@ def test_a_number_that_was_read_from_values_is_not_that_of_one_shard(settings):
         accuracy = (output.argmax(1) == target).double().mean().item()
         return {"loss": F.cross_entropy(output, target), "accuracy": accuracy}
 
-    net, (inputs, targets) = build_net().double(), batch(0)
+    net, (inputs, targets) = build_net(), batch(0)
     model = DataParallelModel(net, ["cpu"] * 3)
     step = TrainStep(model, DataParallelCriterion(criterion), sgd(net, lr=0.0), **settings)
     for _ in range(3):

@@ -7,7 +7,9 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layouts import make_update
 from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import pairs
@@ -99,31 +101,16 @@ def problem(more):
 
 def expected_of(more, updates=3):
     """Returns the losses of the plain program, and its parameters after some updates."""
-    net, tokens, labels = problem(more)
-    optimizer = sgd(net)
-    losses = []
-    for _ in range(updates):
-        optimizer.zero_grad()
-        loss = net(tokens, labels).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, [parameter.detach() for parameter in net.parameters()]
+    net, *inputs = problem(more)
+    plain = Plain(net, loss_inside)
+    losses = [plain(tuple(inputs)).item() for _ in range(updates)]
+    return losses, [parameter.detach() for parameter in plain.parameters]
 
 
-def train(model, criterion, optimizer, inputs, way, updates=3):
+def train(model, criterion, inputs, way, updates=3, lr=0.1):
     """Returns the losses of some updates: by hand, or of a step with micro-batches of so many rows."""
-    if way != "by hand":
-        step = TrainStep(model, criterion, optimizer, micro_batch_size=way)
-        return [step(inputs).item() for _ in range(updates)]
-    losses = []
-    for _ in range(updates):
-        optimizer.zero_grad()
-        loss = criterion(model(*inputs))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    update = make_update(model, criterion, way, lr)
+    return [update(inputs).item() for _ in range(updates)]
 
 
 EXACT = ["nothing", "sum", "root", "penalty", "detector"]
@@ -137,9 +124,8 @@ def test_the_loss_of_a_model_is_exact(more, way, devices):
     with simulate(3) as simulated:
         cpus = None if devices is None else ["cpu"] * devices
         model = DataParallelModel(net, cpus or [*map(str, simulated.devices)])
-        optimizer = sgd(net)
         criterion = DataParallelCriterion(loss_inside)
-        assert train(model, criterion, optimizer, tuple(inputs), way) == pytest.approx(losses)
+        assert train(model, criterion, tuple(inputs), way) == pytest.approx(losses)
         for found, expected in zip(net.parameters(), parameters, strict=True):
             assert_equal(found.cpu(), expected)
 
@@ -150,9 +136,8 @@ def test_the_loss_of_a_model_is_exact(more, way, devices):
 def test_a_loss_whose_rows_depend_on_each_other_is_refused(more, way, devices):
     net, *inputs = problem(more)
     model = DataParallelModel(net, ["cpu"] * devices)
-    optimizer = sgd(net)
     with pytest.raises(UnknownMeanError, match="add up|not a function of sums"):
-        train(model, DataParallelCriterion(loss_inside), optimizer, tuple(inputs), way)
+        train(model, DataParallelCriterion(loss_inside), tuple(inputs), way)
 
 
 def test_an_operation_without_a_graph_is_exact_by_hand_and_refused_in_two_passes():
@@ -160,19 +145,16 @@ def test_an_operation_without_a_graph_is_exact_by_hand_and_refused_in_two_passes
     net, *inputs = problem("no graph")
     model = DataParallelModel(net, ["cpu"] * 2)
     criterion = DataParallelCriterion(loss_inside)
-    optimizer = sgd(net)
-    assert train(model, criterion, optimizer, tuple(inputs), "by hand") == pytest.approx(losses)
+    assert train(model, criterion, tuple(inputs), "by hand") == pytest.approx(losses)
     with pytest.raises(UnknownMeanError, match=r"torch.no_grad\(\) block in the model's forward"):
-        train(model, DataParallelCriterion(loss_inside), optimizer, tuple(inputs), 2)
+        train(model, DataParallelCriterion(loss_inside), tuple(inputs), 2)
 
 
 def updates_on_ranks(rank, more, sizes, way, strategy):
-    torch.set_default_dtype(torch.float64)
     net, *inputs = problem(more)
     model, criterion = parallelize(net, loss_inside, ["cpu"], strategy=strategy)
     rows = tuple(tensor.split(sizes)[rank] for tensor in inputs)
-    optimizer = sgd(model)
-    losses = train(model, criterion, optimizer, rows, way)
+    losses = train(model, criterion, rows, way)
     whole = [getattr(each, "full_tensor", each.detach)() for each in model.parameters()]
     return losses, [each.detach() for each in whole]
 
@@ -290,7 +272,7 @@ def test_outputs_are_those_of_the_forward_that_the_loss_is_of():
     criterion = DataParallelCriterion(loss_inside)
     outputs = model(*inputs)
     losses = [criterion(outputs).item() for _ in range(2)]
-    assert len(net.forwards) == 2 * 2 + 2 * 5  # Each loss is compared with that of rows alone.
+    assert len(net.forwards) == 2 * 2 + 2 * 3  # Each loss is compared with that of rows alone.
     logits = outputs.logits.gather()
     labels = inputs[1]
     assert losses == pytest.approx(
@@ -459,7 +441,6 @@ def test_a_model_can_be_copied_after_its_loss_was_noted(way):
     net, *inputs = problem("root")
     model = DataParallelModel(net, ["cpu"] * 2)
     criterion = DataParallelCriterion(loss_inside)
-    optimizer = sgd(net, lr=0.0)
-    losses = train(model, criterion, optimizer, tuple(inputs), way, updates=1)
+    losses = train(model, criterion, tuple(inputs), way, updates=1, lr=0.0)
     for copied in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
         assert criterion(copied(*inputs)).item() == pytest.approx(losses[0])

@@ -239,7 +239,6 @@ def test_masked_means_over_positions_that_each_shard_trims_are_exact(
 
 def rank_errors(rank, sizes, name, micro_batch_size):
     """Returns what a loss raises on this rank, which has ``sizes[rank]`` rows."""
-    torch.set_default_dtype(torch.float64)
     rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     if name in PADDED:
         net = Trimmed()
@@ -258,7 +257,6 @@ def rank_errors(rank, sizes, name, micro_batch_size):
     text = "does not add up over the rows|pads to its own longest row"
     with pytest.raises(ValueError, match=text) as error:
         run(inputs, targets)
-    torch.set_default_dtype(torch.float32)
     return str(error.value)
 
 

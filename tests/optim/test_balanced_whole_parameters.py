@@ -164,7 +164,6 @@ def test_devices_equal_the_plain_optimizer(kind):
 
 
 def check_ranks(rank, expected):
-    torch.set_default_dtype(torch.float64)
     for strategy, (kind, stages) in itertools.product(["ddp", "fsdp"], expected.items()):
         model, criterion = parallelize(Mixed(), nn.MSELoss(), ["cpu"], strategy=strategy)
         optimizer, step = balanced(model, criterion, kind)

@@ -147,8 +147,9 @@ def test_an_output_without_a_gradient_has_none_on_a_rank_without_rows(rank):
 
     model, whole = parallelize(net, DataParallelCriterion(criterion, whole=True), strategy="ddp")
     for first in (2, 0, 1):
-        inputs, target = torch.randn(6, 4).double(), torch.rand(6, 5).double()
+        inputs = torch.randn(6, 4).double()
+        target = torch.rand(6, 5).double()
         mine = slice(0, first) if rank == 0 else slice(first, 6)
         loss = whole(model(inputs[mine]), target[mine])
-        torch.testing.assert_close(loss.detach(), criterion(net(inputs), target).detach())
+        assert_close(loss.detach(), criterion(net(inputs), target).detach())
         loss.backward()

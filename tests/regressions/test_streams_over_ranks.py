@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers.optimizers import sgd
 from helpers.pages import blocks
+from helpers.plain import Plain
 from helpers.problems import assert_equal, build_net, class_targets
 from helpers.ranks import run_ranks
 from helpers.slow import slow
@@ -70,9 +70,8 @@ def train(rank, strategy, lengths, by_cost):
 
 
 def plain(lengths):
-    """The plain program: each batch has the rows that the ranks still have."""
-    net = build_net().double()
-    optimizer = sgd(net, lr=0.5)
+    """Trains on all rows of all ranks: each batch has those that the ranks still have."""
+    program = Plain(build_net().double(), nn.CrossEntropyLoss(), lr=0.5)
     losses = []
     for start in range(0, max(lengths), BATCH):
         rows = [
@@ -80,12 +79,7 @@ def plain(lengths):
             for rank, rows in enumerate(lengths)
             for row in Stream(rank, rows).rows[start : start + BATCH]
         ]
-        inputs, targets = torch.utils.data.default_collate(rows)
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(net(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+        losses.append(program(*torch.utils.data.default_collate(rows)))
     return losses
 
 

@@ -120,7 +120,6 @@ def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
 @on_ranks(2, timeout=30)
 def test_all_ranks_refuse_several_rows_for_each_row(rank):
     """Each rank has one replica, and rank 1 no rows: all of them raise the error."""
-    torch.set_default_dtype(torch.float64)
     model, criterion = parallelize(views(), DataParallelCriterion(contrast, whole=True))
     x = torch.randn(3 if rank == 0 else 0, 4)
     outputs = model(x)

@@ -147,22 +147,6 @@ def test_buckets_have_bounded_size_one_dtype_and_reverse_order(monkeypatch):
     assert all(len({parameter.dtype for parameter in bucket.parameters}) == 1 for bucket in made)
 
 
-CPUS = ["cpu"] * 3
-
-
-@pytest.mark.usefixtures("buckets")
-def test_sparse_gradients_equal_the_plain_program(double):
-    net = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2))
-    x = torch.randint(7, (6,))
-    net(x).pow(2).sum().backward()
-    expected = [parameter.grad.to_dense() for parameter in net.parameters()]
-    net.zero_grad()
-    model = DataParallelModel(net, CPUS)
-    gather(model(x)).pow(2).sum().backward()
-    assert net[0].weight.grad.is_sparse
-    assert_same_gradients([parameter.grad.to_dense() for parameter in net.parameters()], expected)
-
-
 @pytest.mark.usefixtures("buckets", "double")
 @pytest.mark.parametrize("deferred", [False, True])
 def test_gradients_accumulate_in_place(deferred):

@@ -5,8 +5,9 @@ import warnings
 
 import pytest
 import torch
-from helpers.ddp import WAYS, Chosen, cut_over_ranks, make_update
+from helpers.ddp import WAYS, Chosen, calls_of, cut_over_ranks, make_update
 from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.problems import (
     CLASSES,
     assert_equal,
@@ -21,7 +22,6 @@ from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
 from helpers.steps import parallel_step
 from torch import nn
-from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import TrainStep, gather, parallelize
@@ -299,13 +299,7 @@ class Changing(nn.Module):
 
 
 def exchanges_of(work):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        work()
-    return sum(
-        event.count
-        for event in profiler.key_averages()
-        if event.key in ("gloo:all_reduce", "gloo:all_gather")
-    )
+    return calls_of(work, "gloo:all_reduce", "gloo:all_gather")
 
 
 def check_exchanges(rank):
@@ -343,12 +337,11 @@ def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
     """Each update of a step or of a loop by hand tells anew which parameters were used, on any rank."""
     torch.set_default_dtype(torch.float64)
     net = Changing()
-    plain = copy.deepcopy(net)
+    plain = Plain(net, nn.MSELoss(), weight_decay=0.1)
     model, criterion = parallelize(net, nn.MSELoss())
     # An unused parameter with a zero would decay.
     optimizer = sgd(model, weight_decay=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
-    by_hand = sgd(plain, weight_decay=0.1)
     inputs = torch.randn(4, 4)
     targets = torch.randn(4, 6)
 
@@ -358,14 +351,12 @@ def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
         optimizer.step()
 
     for number, update in enumerate([step, step, loop, loop, step, step, loop]):
-        net.uses_second = plain.uses_second = number % 2 == 0
-        for module in (net, plain):
+        for module in (net, plain.module):
+            module.uses_second = number % 2 == 0
             module.first.bias.requires_grad_(number < 2)  # the first loop gives it no hook
         update(inputs, targets) if update is step else update()
         assert all(
             (weight.grad is None) == (not net.uses_second) for weight in net.second.parameters()
         ), number
-        by_hand.zero_grad()
-        nn.functional.mse_loss(plain(inputs), targets).backward()
-        by_hand.step()
-        assert_close(list(net.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-12)
+        plain(inputs, targets)
+        plain.assert_same(net, gradients=False, rtol=1e-12, atol=1e-12)

@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import os
 import warnings
 
 import pytest
@@ -10,9 +9,11 @@ import torch
 from helpers.ddp import WAYS, assert_update, make_update
 from helpers.fsdp import Language, language_batch, whole_gradients
 from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -22,9 +23,7 @@ from balanced_parallel.strategies.fsdp import find_sharded_blocks
 
 
 class Named(nn.Module):
-    """Blocks as the models of Hugging Face name them."""
-
-    _no_split_modules = ("TransformerEncoderLayer",)
+    """Repeated blocks outside of a list, and plain layers in one."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +31,7 @@ class Named(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
 
-def test_blocks_are_those_of_the_model_or_repeated_modules():
+def test_blocks_are_repeated_modules():
     named = Named()
     assert find_sharded_blocks(named) == [named.first, named.other]
     net = build_net()
@@ -43,25 +42,6 @@ def test_blocks_are_those_of_the_model_or_repeated_modules():
     language.blocks[1].linear2.weight = language.blocks[0].linear2.weight
     assert find_sharded_blocks(language) == [language.blocks[2]]  # the root has shared parameters
     assert find_sharded_blocks(nn.Linear(2, 2)) == []
-
-
-@on_ranks(4)
-def test_two_hosts_shard_over_their_ranks_and_copy_over_hosts(rank):
-    """Two hosts with two ranks each: shards over the ranks of a host, copies over the hosts."""
-    torch.set_default_dtype(torch.float64)
-    batch = language_batch()
-    before = dict(os.environ)
-    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
-    try:
-        model, criterion = parallelize(Language(), nn.CrossEntropyLoss(), strategy="fsdp")
-    finally:
-        os.environ.update(before)
-    assert model.module.head.weight.device_mesh.shape == (2, 2)
-    assert model.module.blocks[0].linear1.weight.to_local().shape == (8, 8)
-    expected = plain_program(Language(), nn.CrossEntropyLoss(), *batch)
-    step = TrainStep(model, criterion, sgd(model, lr=0.0), micro_batch_size=2)
-    for sizes in ([4, 0, 3, 2], [1, 1, 6, 1]):
-        assert_update(step, model.module, batch, sizes, rank, expected)
 
 
 @pytest.mark.parametrize("way", ["in place", slow("wrapped")])
@@ -157,16 +137,14 @@ def check_optimizer(rank):
     """Adam over shards, whose state moves to the plain optimizer and back."""
     torch.set_default_dtype(torch.float64)
     words, targets = language_batch()
-    plain = Language()
-    whole = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    plain = Plain(Language(), nn.CrossEntropyLoss(), torch.optim.AdamW, lr=0.01, clip=0.5)
+    whole = plain.optimizer
     model, criterion = parallelize(Language(), nn.CrossEntropyLoss(), strategy="fsdp")
     optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.01)
     step = TrainStep(model, criterion, optimizer, max_grad_norm=0.5)
     for number in range(3):
-        whole.zero_grad()
-        nn.functional.cross_entropy(plain(words), targets).backward()
-        assert nn.utils.clip_grad_norm_(plain.parameters(), 0.5) > 0.5
-        whole.step()
+        plain(words, targets)
+        assert plain.norm > 0.5
         step(words.split([3, 6])[rank], targets.split([3, 6])[rank])
         state = optimizer.state_dict()
         assert state["param_groups"] == whole.state_dict()["param_groups"]
@@ -177,8 +155,7 @@ def check_optimizer(rank):
             optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.01)
             optimizer.load_state_dict(whole.state_dict())
             step = TrainStep(model, criterion, optimizer, max_grad_norm=0.5)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(one.full_tensor(), other, rtol=1e-8, atol=1e-10)
+    plain.assert_same(model, gradients=False, rtol=1e-8, atol=1e-10)
     return sum(
         value.to_local().nbytes
         for values in optimizer.state.values()
@@ -291,7 +268,7 @@ def test_failures_have_clear_errors_and_the_step_can_be_repeated(rank):
     net[2].register_forward_pre_hook(fail)
     with pytest.raises(
         RuntimeError,
-        match="other ranks wait for its shards.*give micro_batch_size a smaller number",
+        match="where others wait for it.*give micro_batch_size a smaller number",
     ):
         step(inputs, targets)
     fails = False
@@ -405,8 +382,7 @@ def test_blocks_that_change_on_one_rank_never_train_on_mixed_parameters(rank):
     """Runs the experts of one rank in another order in the third update. The other rank waits for its shards."""
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
     net = Experts()
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
-    step = TrainStep(model, criterion, sgd(model))
+    step = parallel_step(net, nn.CrossEntropyLoss(), strategy="fsdp")
     inputs = torch.randn(4, 4)
     targets = torch.randint(5, (4,))
     for update in range(3):

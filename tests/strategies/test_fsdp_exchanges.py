@@ -5,12 +5,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ddp import calls_of
 from helpers.fsdp import whole_gradients
 from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import run_ranks
 from helpers.releases import keeps_whole_gradients
 from helpers.slow import slow
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -21,7 +23,7 @@ from balanced_parallel.runtime import collectives
 def words_of(work):
     """Returns the collectives of the hosts: those besides the all-gathers of parameters and the reductions of gradients."""
     gather = mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object)
-    add = mock.patch.object(collectives, "sum_numbers", wraps=collectives.sum_numbers)
+    add = mock.patch.object(collectives, "gather_numbers", wraps=collectives.gather_numbers)
     with (
         gather as gathered,
         add as added,
@@ -92,16 +94,6 @@ def test_more_micro_batches_in_float16():
     run_ranks(2, check_words, "fp16", [[4, 4], [4, 1], [3, 9], [4, 4]])
 
 
-def reductions_of(work):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        work()
-    return sum(
-        event.count
-        for event in profiler.key_averages()
-        if event.key == "c10d::_reduce_scatter_base_"
-    )
-
-
 class Branches(nn.Module):
     """Uses another part of its block in each micro-batch, and one of them never."""
 
@@ -159,7 +151,7 @@ def check_whole_gradients(rank, precision):
                 step(*mine)
             continue
         found = []
-        counts.append(reductions_of(lambda: found.append(step(*mine))))  # noqa: B023
+        counts.append(calls_of(lambda: found.append(step(*mine)), "c10d::_reduce_scatter_base_"))  # noqa: B023
         assert_close(found[0], loss, rtol=tolerance, atol=tolerance)
         assert_same_gradients(whole_gradients(model.module), expected, tolerance)
         assert model.module.blocks[0].never.weight.grad is None
@@ -178,8 +170,7 @@ def added_rows(rank, strategy, plans):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy=strategy)
-    step = TrainStep(model, criterion, sgd(model))
+    step = parallel_step(net, nn.MSELoss(), devices=["cpu"], strategy=strategy)
     losses = []
     for _ in range(2):
         for rows in plans[rank]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from helpers.checkpoints import load, save
-from helpers.fsdp import whole
 from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.problems import CLASSES
 from helpers.ranks import on_ranks
 from helpers.slow import slow_but
@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, TrainStep, parallelize
 
+pytestmark = pytest.mark.usefixtures("double")
 CUTS = {"uneven": ([0, 5], [5, 7]), "no rows on rank 1": ([0, 7], [7, 7])}
 
 
@@ -52,20 +53,14 @@ def rows_of(rank, cut="uneven"):
     return [tensor[slice(*CUTS[cut][rank])] for tensor in batch()]
 
 
-def plain(updates=3, *, optimizer=torch.optim.AdamW, max_grad_norm=None, times=1):
-    """Returns the trained module and its optimizer. The gradient of an update is added up several times."""
+def plain(updates=3, *, times=1, kind=torch.optim.AdamW, **settings):
+    """Returns the plain program after some updates. The loss counts several times."""
     torch.manual_seed(0)
-    net = Pairs()
-    algorithm = optimizer(net.parameters(), lr=0.1)
-    inputs, targets = batch()
+    loss = lambda output, target: times * F.cross_entropy(output, target)  # noqa: E731
+    expected = Plain(Pairs(), loss, kind, **settings)
     for _ in range(updates):
-        algorithm.zero_grad()
-        for _ in range(times):
-            F.cross_entropy(net(inputs), targets).backward()
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), max_grad_norm)
-        algorithm.step()
-    return net, algorithm
+        expected(*batch())
+    return expected
 
 
 def shard(rank):
@@ -85,39 +80,20 @@ def shard(rank):
     return model, split
 
 
-def assert_same(model, expected):
-    for (name, found), (_, value) in zip(
-        model.module.named_parameters(), expected.named_parameters(), strict=True
-    ):
-        assert_close(whole(found), value, msg=lambda text, name=name: f"{name}: {text}")
-        assert (found.grad is None) == (value.grad is None), name
-        if value.grad is not None:
-            assert_close(
-                whole(found.grad),
-                value.grad,
-                msg=lambda text, name=name: f"gradient of {name}: {text}",
-            )
-
-
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("max_grad_norm", [None, 0.01])
 @on_ranks(2)
-def test_updates_are_those_of_the_plain_program(rank, max_grad_norm, cut):
-    torch.set_default_dtype(torch.float64)
-    expected, _ = plain(max_grad_norm=max_grad_norm)
+def test_clipped_updates_are_those_of_the_plain_program(rank, cut):
     model, criterion = shard(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=max_grad_norm)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=0.01)
     for _ in range(3):
         step(*rows_of(rank, cut))
-    assert_same(model, expected)
+    plain(clip=0.01).assert_same(model.module)
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @on_ranks(2)
 def test_gradients_of_several_backwards_by_hand_are_added_up_once(rank, cut):
-    torch.set_default_dtype(torch.float64)
-    expected, _ = plain(times=3, max_grad_norm=0.01)
     model, criterion = shard(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     inputs, targets = rows_of(rank, cut)
@@ -127,42 +103,31 @@ def test_gradients_of_several_backwards_by_hand_are_added_up_once(rank, cut):
             criterion(model(inputs), targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
-    assert_same(model, expected)
+    plain(times=3, clip=0.01).assert_same(model.module)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("kind", slow_but(["elements", "parameters"], "parameters"))
 @on_ranks(2)
 def test_balanced_optimizers_update_them(rank, kind, optimizer):
-    torch.set_default_dtype(torch.float64)
-    expected, algorithm = plain(optimizer=optimizer)
     model, criterion = shard(rank)
     balanced = BalancedOptimizer(model, optimizer, shard=kind, lr=0.1)
     step = TrainStep(model, criterion, balanced)
     for _ in range(3):
         step(*rows_of(rank))
-    assert_same(model, expected)
-    assert_close(balanced.state_dict()["state"], algorithm.state_dict()["state"])
+    expected = plain(kind=optimizer)
+    expected.assert_same(model.module)
+    assert_close(balanced.state_dict()["state"], expected.optimizer.state_dict()["state"])
 
 
 @on_ranks(2)
 def test_scaled_gradients_of_float16_are_unscaled_once(rank):
-    expected, _ = plain(1)
+    torch.set_default_dtype(torch.float32)
     model, criterion = shard(rank)
-    step = TrainStep(
-        model,
-        criterion,
-        sgd(model, lr=0.0),
-        precision="fp16",
-        max_grad_norm=1e9,
-    )
+    step = TrainStep(model, criterion, sgd(model, lr=0.0), precision="fp16", max_grad_norm=1e9)
     for _ in range(5):  # The scale falls where gradients overflow.
         step(*rows_of(rank))
-    for (name, found), (_, value) in zip(
-        model.module.named_parameters(), expected.named_parameters(), strict=True
-    ):
-        if value.grad is not None:
-            assert_close(whole(found.grad), value.grad, rtol=0.02, atol=2e-3, msg=name)
+    plain(1, kind=torch.optim.SGD, lr=0.0).assert_same(model.module, rtol=0.02, atol=2e-3)
 
 
 def trained(rank, updates):
@@ -175,11 +140,9 @@ def trained(rank, updates):
 
 @on_ranks(2)
 def test_a_checkpoint_continues(rank, tmp_path):
-    torch.set_default_dtype(torch.float64)
-    expected, _ = plain()
     _, step = trained(rank, 2)
     save(tmp_path, 2, step=step)
     model, step = trained(rank, 0)
     load(tmp_path, step=step)
     step(*rows_of(rank))
-    assert_same(model, expected)
+    plain().assert_same(model.module)

@@ -29,7 +29,6 @@ from torch.testing import assert_close
 from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
-    Whole,
     gather,
     parallelize,
     weighted_mean,
@@ -56,30 +55,6 @@ class TwoTowers(nn.Module):
 
     def forward(self, x, scale=None):
         return self.text(x)
-
-
-@on_ranks(2)
-def test_gradients_of_a_method_besides_forward_are_reduced(rank):
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    x = torch.randn(4, 4)
-    target = torch.randn(4, 5)
-    scale = torch.rand(3)
-    module = TwoTowers()
-    loss = F.mse_loss(module.encode_image(x, scale), target)
-    loss.backward()
-    expected = gradients(module)
-    module.zero_grad(set_to_none=True)
-    model, criterion = parallelize(module, DataParallelCriterion(nn.MSELoss()))
-    for _ in range(2):  # the reducer is left as it was
-        model.zero_grad(set_to_none=True)
-        found = criterion(
-            model.call("encode_image", my_rows(x, rank), Whole(scale)), my_rows(target, rank)
-        )
-        found.backward()
-        assert_close(found, loss)
-        assert_same_gradients(gradients(module), expected)
-    assert model(my_rows(x, rank)).sizes == (SIZES[rank],)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -117,19 +92,6 @@ def test_frozen_module_without_a_criterion_is_not_wrapped_in_ddp(rank):
     assert_same_gradients(gradients(student), expected)
 
 
-@on_ranks(2)
-def test_gather_over_ranks_along_another_dimension(rank):
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    x = torch.randn(5, 4, 4)
-    module = build_net()
-    expected = module(x)
-    model = parallelize(module, dim=1)
-    outputs = model(my_rows(x, rank, 1))
-    assert outputs.sizes == (SIZES[rank],)
-    assert_close(outputs.gather(), expected)  # rows of both ranks
-
-
 def test_parallelize_without_a_criterion_returns_the_model():
     model = parallelize(build_net(), device_ids=["cpu"] * 2)
     assert isinstance(model, DataParallelModel)
@@ -140,14 +102,10 @@ def test_parallelize_without_a_criterion_returns_the_model():
 
 LOSSES = {
     "of the model's own": lambda outputs, wanted: weighted_mean(
-        [nn.functional.cross_entropy(outputs[0], wanted)], [len(wanted)]
+        [F.cross_entropy(outputs[0], wanted)], [len(wanted)]
     ),
-    "of all outputs": lambda outputs, wanted: nn.functional.cross_entropy(
-        gather(outputs), gather([wanted])
-    ),
-    "by hand": lambda outputs, wanted: (
-        nn.functional.cross_entropy(outputs[0], wanted, reduction="sum") * 2 / 6
-    ),
+    "of all outputs": lambda outputs, wanted: F.cross_entropy(gather(outputs), gather([wanted])),
+    "by hand": lambda outputs, wanted: F.cross_entropy(outputs[0], wanted, reduction="sum") * 2 / 6,
 }
 
 
@@ -176,7 +134,7 @@ def test_module_without_trainable_parameters_raises_an_error(rank):
     with pytest.raises(
         ValueError, match="no parameter of the module requires a gradient, expected one at least"
     ):
-        parallelize(build_net().requires_grad_(False), torch.nn.CrossEntropyLoss())
+        parallelize(build_net().requires_grad_(False), nn.CrossEntropyLoss())
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "torchrun.md"

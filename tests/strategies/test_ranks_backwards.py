@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.fsdp import whole_gradients
-from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.ranks import on_ranks
 from helpers.slow import pairs
@@ -17,6 +17,8 @@ from torch import nn
 
 from balanced_parallel import DataParallelCriterion, gather, parallelize, weighted_mean
 
+pytestmark = pytest.mark.usefixtures("double")
+
 STRATEGIES = ["ddp", "fsdp"]
 SIZES = [[2, 4], [6, 0]]
 
@@ -24,7 +26,7 @@ SIZES = [[2, 4], [6, 0]]
 def build():
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
-    return nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 5)).double()
+    return nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 5))
 
 
 def keep_graph(model, loss, x, other, y):
@@ -158,7 +160,7 @@ CASES = [*pairs(WAYS, STRATEGIES, SIZES), *itertools.product(ASKED, ["ddp"], SIZ
 @on_ranks(2)
 def test_each_backward_equals_the_plain_program(rank, way, strategy, sizes):
     plain = build()
-    tensors = torch.randn(6, 4).double(), torch.randn(6, 4).double(), torch.randn(6, 5).double()
+    tensors = torch.randn(6, 4), torch.randn(6, 4), torch.randn(6, 5)
     expected = way(plain, F.mse_loss, *tensors)
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
     results = way(model, criterion, *(tensor.split(sizes)[rank] for tensor in tensors))
@@ -169,7 +171,7 @@ def test_each_backward_equals_the_plain_program(rank, way, strategy, sizes):
 @on_ranks(2)
 def test_gradients_of_shards_that_are_asked_for_raise_an_error(rank):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
-    loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
+    loss = criterion(model(torch.randn(3, 4)), torch.randn(3, 5))
     with pytest.raises(
         RuntimeError,
         match=r"gradients of shards were asked for.*retain_graph=True\) and read parameter\.grad",
@@ -185,7 +187,7 @@ def test_gradients_of_shards_that_are_asked_for_raise_an_error(rank):
 @on_ranks(2)
 def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
-    loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
+    loss = criterion(model(torch.randn(3, 4)), torch.randn(3, 5))
     with pytest.raises(
         RuntimeError,
         match=r"create_graph=True\) was called.*expected torch\.autograd\.grad\(loss, parameters",
@@ -197,23 +199,19 @@ def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
 @on_ranks(2, timeout=60)
 def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, inputs_alone):
     torch.manual_seed(0)
-    plain = nn.Linear(4, 3).double()
-    step = parallel_step(copy.deepcopy(plain), devices=["cpu"], strategy="ddp", micro_batch_size=2)
-    optimizer = sgd(plain)
+    net = nn.Linear(4, 3)
+    plain = Plain(net, nn.CrossEntropyLoss())
+    step = parallel_step(net, devices=["cpu"], strategy="ddp", micro_batch_size=2)
     for rows in (7, 5, 1):
-        inputs = torch.randn(rows, 4).double()
+        inputs = torch.randn(rows, 4)
         targets = torch.randint(3, (rows,))
         part = slice(0, (rows + 1) // 2) if rank == 0 else slice((rows + 1) // 2, rows)
         attacked = inputs[part].clone().requires_grad_()
         output = step.model(attacked).gather(ranks=False)
         if inputs_alone:
             torch.autograd.grad(output.sum(), attacked)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(plain(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        assert_equal(step(inputs[part], targets[part]), loss)
-    assert_equal(step.model.module.weight, plain.weight)
+        assert_equal(step(inputs[part], targets[part]), plain(inputs, targets))
+    assert_equal(net.weight, plain.module.weight)
 
 
 class Adapted(nn.Module):
@@ -265,18 +263,16 @@ class Scaled(nn.PReLU):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(rank, strategy):
-    inputs = torch.randn(3, 4).double()
-    targets = torch.randn(3, 5).double()
+    inputs = torch.randn(3, 4)
+    targets = torch.randn(3, 5)
     model = parallelize(build(), None, ["cpu"], strategy=strategy)
     with pytest.raises(
         ValueError,
         match=r"parameter of shape \(1,\) to train, whose gradient the ranks would not share",
     ):
-        DataParallelCriterion(Scaled().double())(model(inputs), targets)
-    DataParallelCriterion(Scaled().double().requires_grad_(False))(
-        model(inputs), targets
-    ).backward()
-    model, criterion = parallelize(build(), Scaled().double(), ["cpu"], strategy=strategy)
+        DataParallelCriterion(Scaled())(model(inputs), targets)
+    DataParallelCriterion(Scaled().requires_grad_(False))(model(inputs), targets).backward()
+    model, criterion = parallelize(build(), Scaled(), ["cpu"], strategy=strategy)
     if strategy == "fsdp":
         with pytest.raises(ValueError, match="make it part of the module"):
             criterion(model(inputs), targets)
@@ -294,9 +290,9 @@ def test_error_before_the_first_forward_of_shards_is_raised_as_it_is(rank):
 
     handle = step.model.register_forward_pre_hook(fail)
     with pytest.raises(KeyError, match="a mistake"):
-        step(torch.randn(3, 4).double(), torch.randn(3, 5).double())
+        step(torch.randn(3, 4), torch.randn(3, 5))
     handle.remove()
-    assert step(torch.randn(3, 4).double(), torch.randn(3, 5).double()).isfinite().item()
+    assert step(torch.randn(3, 4), torch.randn(3, 5)).isfinite().item()
 
 
 @on_ranks(2, fresh=True)
@@ -316,4 +312,4 @@ def test_wrong_hooks_and_join_have_clear_errors(rank):
         TypeError,
         match=r"the hook returned a tensor of shape \(.*expected a torch\.futures\.Future",
     ):
-        criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double()).backward()
+        criterion(model(torch.randn(3, 4)), torch.randn(3, 5)).backward()

@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 from helpers.fsdp import whole
+from helpers.layouts import make_update
 from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.problems import assert_equal
 from helpers.ranks import on_ranks
 from helpers.steps import parallel_step
@@ -41,9 +43,9 @@ def penalty(net):
     )
 
 
-def batch_of(net, *sizes):
+def batch_of(rows, features=6):
     torch.manual_seed(1)
-    return torch.randn(sum(sizes), 6), torch.randn(sum(sizes), 1)
+    return torch.randn(rows, features), torch.randn(rows, 1)
 
 
 def assert_gradients(module, plain):
@@ -58,7 +60,7 @@ def test_a_penalty_with_a_backward_of_its_own_equals_the_plain_program(rank):
     for strategy in STRATEGIES:
         for sizes in ([3, 2], [5, 0], [0, 5]):
             plain = Net()
-            inputs, targets = batch_of(plain, *sizes)
+            inputs, targets = batch_of(sum(sizes))
             (nn.functional.mse_loss(plain(inputs), targets) + penalty(plain)).backward()
             rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
             model, criterion = parallelize(Net(), nn.MSELoss(), strategy=strategy)
@@ -85,7 +87,7 @@ def test_a_penalty_of_gathered_parameters_counts_on_a_rank_without_rows(rank):
     """The root has its parameters whole after a forward. Shards in a loss are an error on all ranks."""
     torch.set_default_dtype(torch.float64)
     plain = Net()
-    inputs, targets = batch_of(plain, 5)
+    inputs, targets = batch_of(5)
     (nn.functional.mse_loss(plain(inputs), targets) + plain.embedding.square().sum()).backward()
     rows = inputs[5 * rank :], targets[5 * rank :]
     model, criterion = parallelize(Net(), nn.MSELoss(), strategy="fsdp")
@@ -166,9 +168,7 @@ def test_a_forward_that_writes_to_gathered_parameters_is_an_error(rank):
                 RuntimeError, match=r"a forward writes to [13].weight, .*after the update"
             ):
                 model(torch.ones(3, 4)) if by_hand else step(torch.ones(3, 4), torch.ones(3, 1))
-    torch.manual_seed(1)
-    inputs = torch.randn(5, 4)
-    targets = torch.randn(5, 1)
+    inputs, targets = batch_of(5, 4)
     for sizes in ([3, 2], [5, 0]):
         plain = bounded("parametrization")
         nn.functional.mse_loss(plain(inputs), targets).backward()
@@ -182,26 +182,16 @@ def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
     """Ranks of DDP do not part where one has no rows, in its first update and later."""
     torch.set_default_dtype(torch.float64)
     for spelling in ("data", "in place of data", "no_grad"):
-        for by_hand in (True, False):
-            plain = bounded(spelling)
-            model, criterion = parallelize(bounded(spelling), nn.MSELoss(), strategy="ddp")
-            optimizers = [sgd(each, lr=0.3) for each in (plain, model)]
-            step = TrainStep(model, criterion, optimizers[1])
-            torch.manual_seed(1)
+        for way in ("by hand", None):
+            net = bounded(spelling)
+            plain = Plain(net, nn.MSELoss(), lr=0.3)
+            model, criterion = parallelize(net, nn.MSELoss(), strategy="ddp")
+            update = make_update(model, criterion, way, lr=0.3)
             for sizes in ([5, 0], [2, 3], [0, 5], [0, 4]):
-                inputs = torch.randn(sum(sizes), 4)
-                targets = torch.randn(sum(sizes), 1)
-                rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                nn.functional.mse_loss(plain(inputs), targets).backward()
-                optimizers[0].step()
-                if by_hand:
-                    criterion(model(rows[0]), rows[1]).backward()
-                    optimizers[1].step()
-                else:
-                    step(*rows)
-                assert_equal(list(model.parameters()), list(plain.parameters()))
+                batch = batch_of(sum(sizes), 4)
+                update(*(tensor.split(sizes)[rank] for tensor in batch))
+                plain(*batch)
+                plain.assert_same(net, gradients=False)
 
 
 class Chunks(nn.Module):
@@ -294,11 +284,40 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
 
 
 @on_ranks(2)
+def test_hooks_of_parameters_are_called_or_refused(rank):
+    """FSDP2 replaces parameters, and calls no hook in a backward by hand. A reducer calls those without a gradient too."""
+    inputs, targets = torch.ones(3, 4), torch.zeros(3, 4)
+
+    def double(parameter):
+        parameter.grad.mul_(2)
+
+    net = nn.Linear(4, 4)
+    net.bias.register_post_accumulate_grad_hook(double)
+    with pytest.raises(ValueError, match="bias has a hook .* expected hooks after parallelize"):
+        parallelize(net, nn.MSELoss(), strategy="fsdp")
+    model, criterion = parallelize(nn.Linear(4, 4), nn.MSELoss(), strategy="fsdp")
+    model.module.bias.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(RuntimeError, match="a parameter has a hook .*, or use TrainStep"):
+        criterion(model(inputs), targets).backward()
+    gradients = []
+    for is_hooked in (True, False):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        model, criterion = parallelize(net, nn.MSELoss(), strategy="ddp")
+        if is_hooked:
+            net.bias.register_post_accumulate_grad_hook(double)
+        rows = slice(0) if rank == 0 else slice(3)  # The first rank has no rows, and no gradient.
+        criterion(model(inputs[rows]), targets[rows]).backward()
+        gradients.append(net.bias.grad)
+    assert_equal(gradients[0], gradients[1] * 2)
+
+
+@on_ranks(2)
 def test_another_state_on_one_rank_is_an_error(rank):
     """Each rank would take its shards of its own state."""
     for strategy in STRATEGIES:
         step = parallel_step(Net(), nn.MSELoss(), strategy=strategy)
-        inputs, targets = batch_of(step.model.module, 3)
+        inputs, targets = batch_of(3)
         states = []
         for _ in range(2):
             step(inputs, targets)

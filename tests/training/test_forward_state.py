@@ -6,12 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.slow import pairs
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
+
+pytestmark = pytest.mark.usefixtures("double")
 
 ROWS = 7
 UPDATES = 4
@@ -109,9 +112,7 @@ CRITERIA = {
 def batches():
     generator = torch.Generator().manual_seed(1)
     for _ in range(UPDATES):
-        yield [
-            torch.randn(ROWS, width, generator=generator, dtype=torch.float64) for width in (4, 3)
-        ]
+        yield [torch.randn(ROWS, width, generator=generator) for width in (4, 3)]
 
 
 def train(net, criterion, devices, method, **settings):
@@ -129,15 +130,9 @@ def train(net, criterion, devices, method, **settings):
 
 
 def trained_plainly(net, criterion):
-    optimizer = sgd(net, lr=0.05, momentum=0.9)
-    losses = []
-    for inputs, targets in batches():
-        optimizer.zero_grad()
-        loss = criterion(net(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, net.state_dict()
+    plain = Plain(net, criterion, lr=0.05, momentum=0.9)
+    losses = [plain(*batch).item() for batch in batches()]
+    return losses, plain.module.state_dict()
 
 
 SETTINGS = [{}, {"micro_batch_size": 1}, {"reproducible": True, "micro_batch_size": 2}]
@@ -149,9 +144,9 @@ SETTINGS = [{}, {"micro_batch_size": 1}, {"reproducible": True, "micro_batch_siz
 )
 def test_state_advances_once_per_update(kind, criterion, settings, method):
     torch.manual_seed(0)
-    net = NETS[kind]().double()
-    plain = CRITERIA[criterion]().double()
-    expected = trained_plainly(copy.deepcopy(net), copy.deepcopy(plain.module))
+    net = NETS[kind]()
+    plain = CRITERIA[criterion]()
+    expected = trained_plainly(net, plain.module)
     for devices in (["cpu"], ["cpu"] * 3):
         moved = copy.deepcopy(net)
         result = train(moved, copy.deepcopy(plain), devices, method, **settings)
@@ -161,9 +156,9 @@ def test_state_advances_once_per_update(kind, criterion, settings, method):
 
 def test_state_advances_once_on_devices_with_copies():
     torch.manual_seed(0)
-    net = Counting().double()
-    criterion = CRITERIA["annealed"]().double()
-    expected = trained_plainly(copy.deepcopy(net), copy.deepcopy(criterion.module))
+    net = Counting()
+    criterion = CRITERIA["annealed"]()
+    expected = trained_plainly(net, criterion.module)
     with simulate(3) as cluster:
         result = train(
             net.to(cluster.devices[0]), criterion, cluster.devices, "step", micro_batch_size=1
@@ -177,10 +172,10 @@ def test_a_buffer_that_depends_on_the_rows_is_refused(method):
         RuntimeError,
         match="the buffer mean has other values after the forward of another micro-batch",
     ):
-        train(RunningMean().double(), CRITERIA["mean"](), ["cpu"], method, micro_batch_size=2)
+        train(RunningMean(), CRITERIA["mean"](), ["cpu"], method, micro_batch_size=2)
 
 
 def test_statistics_of_batch_norm_are_those_of_each_micro_batch():
-    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     train(net, CRITERIA["mean"](), ["cpu"], "step", micro_batch_size=4)
     assert net[1].num_batches_tracked == 2 * UPDATES

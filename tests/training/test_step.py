@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.optimizers import sgd
+from helpers.plain import Plain
 from helpers.problems import (
     CLASSES,
     assert_equal,
@@ -275,9 +276,8 @@ FAILURES = {
 
 def check_failure(rank, fail, micro_batch_size, precision, hooked):
     torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
-    plain = Net()
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    net = copy.deepcopy(plain)
+    net = Net()
+    plain = Plain(net, nn.CrossEntropyLoss(), torch.optim.AdamW)
     model, criterion = parallelize(net, nn.CrossEntropyLoss())
     if hooked:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -296,13 +296,10 @@ def check_failure(rank, fail, micro_batch_size, precision, hooked):
             message = "1 of 2 ranks failed, expected none" if waits else "fails"
             with pytest.raises(RuntimeError if waits else ArithmeticError, match=message):
                 step(inputs[mine], targets[mine])
-        plain.zero_grad()
-        loss = F.cross_entropy(plain(inputs), targets)
-        loss.backward()
-        reference.step()
+        loss = plain(inputs, targets)
         assert_close(step(inputs[mine], targets[mine]), loss, rtol=error, atol=error)
-        assert_same_gradients(gradients(net), gradients(plain), error)
-        net.load_state_dict(plain.state_dict())
+        assert_same_gradients(gradients(net), gradients(plain.module), error)
+        net.load_state_dict(plain.module.state_dict())
 
 
 SETTINGS = [("fp32", None, False), ("fp16", 2, False), ("fp32", None, True)]

@@ -149,7 +149,6 @@ def test_a_breakpoint_in_forward_has_one_prompt_at_a_time(tmp_path):
         text=True,
         timeout=100,
     )
-    # The process may abort at its end, in a thread of torch.
-    assert "Traceback" not in done.stderr, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     prompts = done.stdout.split("(Pdb) ")[1:]
     assert [prompt.split("\n")[0] for prompt in prompts[::2]] == ["(5, 4)", "(4, 4)"] * 2

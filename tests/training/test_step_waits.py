@@ -12,13 +12,8 @@ import torch.nn.functional as F
 from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
-    assert_equal,
-    assert_same_gradients,
     build_net,
-    class_batch,
     class_targets,
-    gradients,
-    plain_program,
 )
 from helpers.slow import pairs, slow_but
 from helpers.steps import make_step as make_step_of
@@ -173,29 +168,6 @@ def test_a_batch_without_counted_targets_still_changes_nothing(place, name, prec
         assert all(map(torch.equal, before, values_of(net)))
         assert str(step.optimizer.state_dict()) == state
         assert step(inputs, targets).isfinite()
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "micro_batch_size"),
-    pairs(["cross entropy", "class weights", "a weight"], ["host", "device"], [None, 2]),
-)
-def test_loss_and_gradients_are_those_of_the_plain_program(double, name, place, micro_batch_size):
-    """Eight ignored rows leave a replica, and whole micro-batches, without a counted target."""
-    net = build_net()
-    criterion = CRITERIA[name]()
-    plain = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
-    inputs, targets = class_batch(ROWS, 8)
-    loss, expected = plain_program(net, plain, inputs, targets)
-    with simulate(3):
-        if place == "device":
-            inputs = inputs.to("sim:0")
-            targets = targets.to("sim:0")
-        step = make_step(net, criterion, micro_batch_size=micro_batch_size)
-        for _ in range(2):
-            step.optimizer.param_groups[0]["lr"] = 0.0
-            step.optimizer.param_groups[0]["weight_decay"] = 0.0
-            assert_equal(step(inputs, targets).cpu(), loss)
-            assert_same_gradients(gradients(net), expected)
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "class weights"])

@@ -25,20 +25,6 @@ from torch import nn
 from balanced_parallel import DataParallelCriterion
 
 
-def test_uneven_and_empty_micro_batches_equal_the_plain_program(double):
-    net = build_net()
-    x, target = class_batch(11, 5)
-    loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
-    step = make_step(net)
-    for rows in (slice(0, 3), slice(3, 3), slice(3, 4), slice(4, 9), slice(9, 11)):
-        step.add(x[rows], target[rows])
-    assert_equal(step.apply(), loss)
-    assert_same_gradients(gradients(net), expected)
-    loss, expected = plain_program(net, nn.CrossEntropyLoss(), x[:4], target[2:6])
-    assert_equal(step(x[:4], target[2:6]), loss)  # nothing is left of the first window
-    assert_same_gradients(gradients(net), expected)
-
-
 def mean_inside(output, target):
     return F.cross_entropy(output, target)
 
@@ -135,26 +121,3 @@ def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_
     step.add(x[7:], target[7:])
     assert_equal(step.apply(), loss)
     assert_same_gradients(gradients(net), expected)
-
-
-@pytest.mark.parametrize(
-    ("rows", "micro_batch_size", "split", "expected"),
-    [
-        (9, None, None, [[5, 4]]),
-        (9, 2, None, [[2, 1], [2, 1], [2, 1]]),
-        (4, 2, None, [[2, 2]]),
-        (9, 1, None, [[1, 1], [1, 1], [1, 1], [1, 1], [1]]),
-        (8, 3, [3, 1], [[3, 1], [3, 1]]),
-    ],
-)
-def test_micro_batches_have_at_most_micro_batch_size_rows_per_device(
-    rows, micro_batch_size, split, expected
-):
-    seen = []
-    net = build_net()
-    step = make_step(net, split=split, micro_batch_size=micro_batch_size)
-    step.model.register_forward_hook(
-        lambda model, inputs, outputs: seen.append([len(output) for output in outputs])
-    )
-    step(*class_batch(rows))
-    assert seen == expected

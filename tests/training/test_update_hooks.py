@@ -1,14 +1,13 @@
 """Hooks of parameters: called once per update, with the gradient of the whole batch. Hooks of modules: a warning."""
 
-import copy
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.fsdp import whole
 from helpers.optimizers import sgd
-from helpers.problems import assert_same_gradients, build_net, class_batch, class_targets, gradients
+from helpers.plain import Plain
+from helpers.problems import build_net, class_batch, class_targets
 from helpers.slow import pairs
 from helpers.steps import make_step, parallel_step, rows_of, run, tolerance_of
 from torch import nn
@@ -47,15 +46,14 @@ def train(step, way, inputs, targets):
 
 def check_hooks(rank, ranks, way, precision, strategy):
     torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
-    plain = build_net()
-    net = copy.deepcopy(plain)
+    net = build_net()
+    plain = Plain(net, nn.CrossEntropyLoss(), clip=0.1)
     calls = []
-    hook(plain, [])
+    hook(plain.module, [])
     model, criterion = parallelize(
         net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None, strategy=strategy
     )
     hook(net, calls)
-    reference = sgd(plain)
     optimizer = sgd(net)
     size = {"micro": 1, "auto": "auto"}.get(way)
     step = TrainStep(
@@ -65,20 +63,13 @@ def check_hooks(rank, ranks, way, precision, strategy):
         torch.manual_seed(number)
         inputs = torch.randn(7, 4) * 3
         targets = class_targets(7, ignored=2)
-        plain.zero_grad()
-        loss = F.cross_entropy(plain(inputs), targets)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        reference.step()
+        loss = plain(inputs, targets)
         mine = rows_of(rank, ranks)
         found = train(step, way, inputs[mine], targets[mine])
         assert_close(found, loss, rtol=tolerance_of(precision), atol=1e-10)
-        assert_close(step.grad_norm, norm, rtol=tolerance_of(precision), atol=0.0)
+        assert_close(step.grad_norm, plain.norm, rtol=tolerance_of(precision), atol=0.0)
         error = tolerance_of(precision)
-        found = [whole(parameter) for parameter in net.parameters()]
-        assert_close(found, list(plain.parameters()), rtol=error, atol=error)
-        if strategy != "fsdp":
-            assert_same_gradients(gradients(net), gradients(plain), tolerance_of(precision))
+        plain.assert_same(net, gradients=strategy != "fsdp", rtol=error, atol=error)
         assert len(calls) == 4 * (number + 1)
 
 

@@ -1,10 +1,10 @@
 """A step of one's own, as docs/internals.md writes it, against plain PyTorch."""
 
-import copy
-
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.pages import blocks
+from helpers.plain import Plain
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -40,19 +40,6 @@ def draw(rows):
     return inputs, targets
 
 
-def train_plainly(net, criterion, batches):
-    optimizer = torch.optim.SGD(net.parameters(), 0.5)
-    losses = []
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        loss = criterion(net(inputs), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
 CRITERIA = {
     "one pass": nn.CrossEntropyLoss(),
     "one count": lambda output, target: F.cross_entropy(output, target) * 2,
@@ -65,29 +52,23 @@ CRITERIA = {
 def test_the_page_equals_plain_pytorch(name):
     torch.manual_seed(0)
     net = nn.Linear(4, 3)
-    plain = copy.deepcopy(net)
-    batches = [draw(rows) for rows in (11, 9, 4)]
+    plain = Plain(net, CRITERIA[name], lr=0.5, clip=0.1)
     model = DataParallelModel(net, ["cpu"] * 2)
-    optimizer = torch.optim.SGD(net.parameters(), 0.5)
-    step = own_step()(model, DataParallelCriterion(CRITERIA[name]), optimizer)
-    losses = torch.stack([step(*batch) for batch in batches])
-    assert_close(losses, train_plainly(plain, CRITERIA[name], batches))
-    assert_close(net.weight, plain.weight)
+    step = own_step()(model, DataParallelCriterion(CRITERIA[name]), sgd(net, lr=0.5))
+    for batch in [draw(rows) for rows in (11, 9, 4)]:
+        assert_close(step(*batch), plain(*batch))
+    assert_close(net.weight, plain.module.weight)
 
 
 def train_rank(rank, name):
-    torch.manual_seed(0)
     net = nn.Linear(4, 3)
-    plain = copy.deepcopy(net)
-    batches = [draw(rows) for rows in (11, 9, 4)]
+    plain = Plain(net, CRITERIA[name], lr=0.5, clip=0.1)
     model, criterion = parallelize(net, CRITERIA[name], ["cpu"], strategy="ddp")
-    step = own_step()(model, criterion, torch.optim.SGD(net.parameters(), 0.5))
-    losses = []
-    for inputs, targets in batches:
+    step = own_step()(model, criterion, sgd(net, lr=0.5))
+    for inputs, targets in [draw(rows) for rows in (11, 9, 4)]:
         rows = slice(0, 7) if rank == 0 else slice(7, None)  # The last batch has none of rank 1.
-        losses.append(step(inputs[rows], targets[rows]))
-    assert_close(torch.stack(losses), train_plainly(plain, CRITERIA[name], batches))
-    assert_close(net.weight, plain.weight)
+        assert_close(step(inputs[rows], targets[rows]), plain(inputs, targets))
+    assert_close(net.weight, plain.module.weight)
 
 
 @pytest.mark.parametrize("name", ["one pass", "a function of sums"])
@@ -164,7 +145,7 @@ def test_no_counted_target_leaves_no_gradient():
 def test_float16_has_a_scaler_which_the_step_of_the_user_unscales():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     net, forwards = make_forwards(nn.CrossEntropyLoss(), precision=Precision("fp16", scaler))
-    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    optimizer = sgd(net, lr=0.0)
     inputs, targets = draw(12)
     update(forwards, (inputs, targets))
     scaler.unscale_(optimizer)
