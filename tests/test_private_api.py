@@ -45,7 +45,6 @@ EXCUSES = {  # private names of other objects, with the reason
         "_should_accumulate": "tells the last batch of a window, also at the end of an epoch",
     },
     "integrations/transformers.py": {"_n_gpu": "TrainingArguments have no public setter"},
-    "strategies/fsdp.py": {"_no_split_modules": "the blocks of a model of transformers"},
     "state/checkpoint.py": {"_exit": "a public function of os"},
 }
 

@@ -545,9 +545,10 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
     return torch.cat([move(tensor, device) for tensor in tensors], dim)
 
 
-def refuse_word_counts(outputs: Iterable[object]) -> None:
+def refuse_word_counts(outputs: object) -> None:
     """Raises ``ValueError`` if outputs come from an embedding with ``scale_grad_by_freq=True``."""
-    nodes = nodes_behind(containers.tensors_in([*outputs]))
+    whole = [*outputs] if isinstance(outputs, PerReplica) else outputs
+    nodes = nodes_behind(containers.tensors_in(whole))
     if any(map(divides_by_counts, nodes)):
         raise ValueError(
             "an embedding has scale_grad_by_freq=True, so its gradient is divided by the counts of one forward, expected "
@@ -606,15 +607,15 @@ def _gather_ranks(
     layout_without_rows = containers.map_leaves(_layout_of_leaf, without_rows)
     local_leaf = local[0] if local else without_rows
     leaves = [layouts[0] if layouts else layout_without_rows for layouts in of_ranks]
-    return containers.zip_leaves(join_leaves, [local_leaf, *leaves], "output")
+    return containers.zip_leaves(join_leaves, [*leaves, local_leaf], "output")
 
 
 def _join_ranks(place: str, column: list[Any], dims: Iterator[int | None], *, pads: bool) -> object:
-    """Joins a leaf of all ranks, from that of this rank and the layouts of all."""
+    """Joins a leaf of all ranks, from the layouts of all and that of this rank."""
     dim = next(dims)
     if dim is not None and isinstance(column[0], Tensor) and column[0].dim() < 2:
         dim = 0  # numbers of the replicas are stacked
-    local_leaf, *layouts = padded(column, dim) if pads else column
+    *layouts, local_leaf = padded(column, dim) if pads else column
     whole = _join(place, layouts, torch.device("meta"), dim)  # or the same error on all ranks
     if not isinstance(whole, Tensor):
         return whole

@@ -55,7 +55,7 @@ class ByCost(Cut):
     @values.naming_arguments
     def __init__(
         self,
-        cost: Callable[[Any], Any],
+        cost: Callable[[Any], float],
         *,
         collate: Collate,
         combine: Combine | None = None,

@@ -33,7 +33,7 @@ def cut_by_cost(
         combine: cost of a shard, from the costs of its rows. It must not decrease with another row.
             ``None`` is rows x longest, the size of a padded shard. With ``sum`` nothing is padded,
             and a shard may have rows of any cost.
-        most_rows: of a shard.
+        most_rows: of a shard. The number of shards suffices for it.
         budget: the largest cost of a shard. The number of shards suffices for it, as
             :func:`cut_to_budget` finds.
 
@@ -47,10 +47,6 @@ def cut_by_cost(
     ordered = [float(costs[row]) for row in order]
     shards = min(shards, len(ordered))
     limit = most_rows or len(ordered)
-    if len(ordered) > shards * limit:
-        raise ValueError(
-            f"{len(ordered)} rows in {shards} shards of at most {limit}, expected {shards * limit} rows at most"
-        )
     if shards <= 1:
         return [order] if order else []
     best = _fill_evenly(ordered, shards, combine, limit, budget)

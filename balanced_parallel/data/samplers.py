@@ -221,7 +221,7 @@ class RankBatchSampler(values.SaysInstead, Sampler[list[int]]):
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(self.rows, generator=generator).tolist()
 
-    def _check_order(self, order: Sequence[Any]) -> None:
+    def _check_order(self, order: Sequence[int]) -> None:
         """Raises an error if a sampler has not drawn the rows of its seed, as many as it said."""
         name = type(self.sampler).__name__
         if len(order) != self.rows or any(isinstance(row, list) for row in order):
@@ -293,7 +293,7 @@ class BalancedBatchSampler(RankBatchSampler):
         super().__init__(rows, batch_size, seed, rank=rank, ranks=ranks)
         sorted_rows(self.costs)  # raises an error for a cost that is not valid
 
-    def _check_order(self, order: Sequence[Any]) -> None:
+    def _check_order(self, order: Sequence[int]) -> None:
         super()._check_order(order)
         if not 0 <= min(order) <= max(order) < len(self.costs):
             raise ValueError(
@@ -336,17 +336,13 @@ def _seed_of(sampler: Any, seed: int | None) -> int:
 
 
 def _draw(sampler: Any, seed: int, epoch: int) -> list[Any]:
-    """Returns the rows of a sampler from a seed. Generators keep their state."""
+    """Returns the rows of a sampler from a seed. Its generator, or that of torch, keeps its state."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    generators = [torch.default_generator]
-    if isinstance(getattr(sampler, "generator", None), torch.Generator):
-        generators.append(sampler.generator)
-    states = {generator: generator.get_state() for generator in generators}
+    generator = getattr(sampler, "generator", None) or torch.default_generator
+    state = generator.get_state()
     try:
-        for generator in generators:
-            generator.manual_seed(seed)
+        generator.manual_seed(seed)
         return list(sampler)
     finally:
-        for generator, state in states.items():
-            generator.set_state(state)
+        generator.set_state(state)

@@ -157,16 +157,11 @@ def _mixed_rows(module: nn.Module, comparison: Comparison) -> Iterator[str]:
     *_, (_, error) = errors_of_calls(whole, halves, model.dim)
     difference = first_difference(whole, halves, model.dim, limit)
     if difference is not None and (error or 0.0) > limit:
-        has_norms = any(isinstance(part, AllRowsBatchNorm) for part in module.modules())
-        norms = (
-            "a batch norm on chunks of the rows (ghost batch norm) depends on the layout"
-            if has_norms
-            else "for a batch norm use convert_sync_batchnorm(module)"
-        )
         yield (
             f"forward mixes rows, in {difference.place}: the output of a row depends on the other rows of its "
             "batch, or rows are in another order: move this part into the criterion, with whole=True if rows are "
-            f"mixed; {norms}; for rows in another dimension give dim="
+            "mixed; for a batch norm use convert_sync_batchnorm(module), unless it takes chunks of the rows (ghost batch norm), "
+            "which depend on the layout; for rows in another dimension give DataParallelModel dim="
         )
 
 
@@ -238,6 +233,14 @@ def _written(where: str, before: object, after: object) -> Iterator[str]:
             yield f"state written {where}: {name}; {_WRITTEN}"
 
 
+def _state_of(program: Program) -> dict[str, Tensor]:
+    of_criterion = _registered(program.criterion)
+    return {
+        **_registered(program.module),
+        **{f"criterion.{name}": tensor for name, tensor in of_criterion.items()},
+    }
+
+
 def errors_of_state(
     plain: Program,
     split: Program,
@@ -245,14 +248,10 @@ def errors_of_state(
     measure: Callable[[Tensor, Tensor], float] = relative_error,
 ) -> dict[str, float]:
     """Returns the error of each buffer and parameter that differs between two programs."""
+    expected = _state_of(plain)
     errors = {}
-    models = ("", plain.module, split.module)
-    criteria = ("criterion.", plain.criterion, split.criterion)
-    for prefix, plain_part, split_part in (models, criteria):
-        earlier = _registered(plain_part)
-        for name, tensor in _registered(split_part).items():
-            is_comparable = name in earlier and earlier[name].shape == tensor.shape
-            errors[f"{prefix}{name}"] = (
-                measure(tensor, earlier[name]) if is_comparable else math.inf
-            )
+    for name, tensor in _state_of(split).items():
+        errors[name] = math.inf
+        if name in expected and expected[name].shape == tensor.shape:
+            errors[name] = measure(tensor, expected[name])
     return {name: error for name, error in errors.items() if error > limit}

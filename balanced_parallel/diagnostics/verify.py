@@ -30,13 +30,8 @@ from .recording import (
 )
 from .report import VerificationReport
 
-_NO_TARGETS = (
-    "the entries of inputs= are arguments of the model, and there are no targets: for a batch of both, call "
-    "verify(model, criterion, inputs, targets)"
-)
 _WHOLE = "nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="
 DeviceIds = Sequence[torch.device | str | int]
-WeightSetting = Callable[..., Any] | str | None
 
 
 @values.naming_arguments
@@ -48,8 +43,6 @@ def verify(
     *,
     device_ids: DeviceIds | None = None,
     micro_batch_size: int | None = None,
-    weight: WeightSetting = None,
-    dim: int | None = None,
     tolerance: float | None = None,
     reproducible: bool | Literal["bits"] = False,
 ) -> VerificationReport:
@@ -67,13 +60,10 @@ def verify(
             added up.
         inputs, targets: a batch, as for :class:`TrainStep`. Targets are ``()`` for a model that
             computes its own loss.
-        device_ids, weight: as in :class:`DataParallelModel` and
-            :class:`DataParallelCriterion`. Without ``device_ids``, a single device has three
+        device_ids: as in :class:`DataParallelModel`. Without it, a single device has three
             replicas.
         micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch
             in one forward. For bits on several devices it means one group for each.
-        dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given
-            wrappers, else 0.
         tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for
             float16 and 5e-2 for bfloat16.
         reproducible: draws random numbers as ``TrainStep(reproducible=True)``, in the plain program
@@ -116,8 +106,8 @@ def verify(
     if reproducible == "bits":
         return _verify_bits(
             partial(DigestedProgram, module, inner),
-            partial(_wrap_model, like=model, device_ids=device_ids, dim=dim),
-            partial(_wrap_criterion, like=criterion, dim=dim, weight=weight),
+            partial(_wrap_model, like=model, device_ids=device_ids),
+            partial(_wrap_criterion, like=criterion),
             (inputs, targets),
             micro_batch_size,
             tolerance,
@@ -126,17 +116,16 @@ def verify(
         plain = Program(module, inner)
         split = Program(module, inner)
         limit = TOLERANCES.get(plain.dtype, 1e-4) if tolerance is None else tolerance
-        wrapped = _wrap_model(split.module, model, device_ids, dim)
-        wrap = partial(_wrap_criterion, like=criterion, dim=dim, model_dim=wrapped.dim)
+        wrapped = _wrap_model(split.module, model, device_ids)
+        wrap = partial(_wrap_criterion, like=criterion, dim=wrapped.dim)
         make_step = partial(TrainStep, reproducible=reproducible)
         batch = as_arguments(inputs), spread(targets)
         run_plain = partial(plain.run, *batch, wrapped.devices[0])
         if reproducible:
-            alone = _wrap_model(plain.module, model, wrapped.devices[:1], dim)
-            plain_step = make_step(alone, wrap(plain.criterion, weight=weight), plain.optimizer)
+            alone = _wrap_model(plain.module, model, wrapped.devices[:1])
+            plain_step = make_step(alone, wrap(plain.criterion), plain.optimizer)
             run_plain = partial(_run_step, plain, plain_step, inputs, targets)
-        run_plain = _naming_targets(inputs, batch[1])(run_plain)
-        criterion_of_all = wrap(split.criterion, weight=weight)
+        criterion_of_all = wrap(split.criterion)
         step = make_step(
             wrapped, criterion_of_all, split.optimizer, micro_batch_size=micro_batch_size
         )
@@ -144,10 +133,10 @@ def verify(
         number = 0
         while number < 2 and max(errors.values()) <= limit:
             number += 1
-            loss = run_plain()
             split_loss = _run_step(split, step, inputs, targets)
+            loss = run_plain()
             errors = {"": relative_error(split_loss, loss), **_errors_of_gradients(plain, split)}
-        losses = wrap(copy_of(inner), weight=weight)
+        losses = wrap(copy_of(inner))
         comparison = Comparison(module, plain, split, wrapped, losses, *batch, limit)
         state = errors_of_state(plain, split, limit)
         reasons = find_reasons(comparison, errors, state, reproducible=reproducible)
@@ -173,17 +162,6 @@ def verify(
         state_errors=state,
         warnings=tuple(hidden),
     )
-
-
-@contextlib.contextmanager
-def _naming_targets(inputs: object, targets: tuple[object, ...]) -> Iterator[None]:
-    """Adds a note to an error of a batch whose targets are among its inputs."""
-    try:
-        yield
-    except TypeError as error:
-        if isinstance(inputs, tuple) and not targets:
-            error.add_note(_NO_TARGETS)
-        raise
 
 
 def _verify_bits(
@@ -212,7 +190,7 @@ def _verify_bits(
             model = wrap_model(program.module, **layout)
             step = TrainStep(
                 model,
-                wrap_criterion(program.criterion, model_dim=model.dim),
+                wrap_criterion(program.criterion, dim=model.dim),
                 program.optimizer,
                 micro_batch_size=micro_batch_size or -(-rows // len(devices)),
                 reproducible="bits",
@@ -237,16 +215,13 @@ def _run_step(program: Program, step: TrainStep, inputs: object, targets: object
 
 
 def _wrap_model(
-    module: nn.Module,
-    like: nn.Module,
-    device_ids: DeviceIds | None,
-    dim: int | None,
+    module: nn.Module, like: nn.Module, device_ids: DeviceIds | None
 ) -> DataParallelModel:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped.
 
-    Settings of the caller take precedence.
+    Devices of the caller take precedence.
     """
-    settings: dict[str, Any] = {"dim": 0}
+    settings: dict[str, Any] = {}
     devices: DeviceIds = device_ids or resolve_devices(None)
     if isinstance(like, DataParallelModel):
         settings = {"dim": like.dim, "out_dims": like.out_dims}
@@ -254,28 +229,17 @@ def _wrap_model(
             devices, settings["split"] = like.devices, like.split
     if device_ids is None and len(devices) == 1:
         devices, settings["split"] = [*devices] * 3, None  # one replica is the plain program
-    return DataParallelModel(module, devices, **_replaced(settings, dim=dim))
+    return DataParallelModel(module, devices, **settings)
 
 
-def _wrap_criterion(
-    module: Criterion,
-    like: Criterion,
-    dim: int | None,
-    model_dim: int,
-    weight: WeightSetting,
-) -> DataParallelCriterion:
+def _wrap_criterion(module: Criterion, like: Criterion, dim: int) -> DataParallelCriterion:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped, except devices and
     precision.
     """
-    settings: dict[str, Any] = {"dim": model_dim}
+    settings: dict[str, Any] = {"dim": dim}
     if isinstance(like, DataParallelCriterion):
         settings = {**like.arguments, "device_ids": None, "output_device": None, "precision": None}
-    return DataParallelCriterion(module, **_replaced(settings, dim=dim, weight=weight))
-
-
-def _replaced(settings: dict[str, Any], **others: object) -> dict[str, Any]:
-    """Returns settings with others in their place, but None."""
-    return settings | {name: value for name, value in others.items() if value is not None}
+    return DataParallelCriterion(module, **settings)
 
 
 def _keep_random_state() -> contextlib.AbstractContextManager[None]:

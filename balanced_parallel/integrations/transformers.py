@@ -540,7 +540,7 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> C
         rows["num_items_in_batch"] = torch.tensor(float(number), device=args.device)
     loss: Tensor = trainer._counted_loss(model, rows)
     if is_of_generation:
-        loss = loss / (rows["completion_mask"] * rows.get("tool_mask", 1)).sum()
+        loss = loss / (rows["completion_mask"] * rows.get("tool_mask", 1)).sum().clamp(1)
     return Computed(loss)
 
 

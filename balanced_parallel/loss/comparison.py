@@ -107,7 +107,7 @@ class ComparisonOfSums:
     ) -> None:
         self.copies = copies
         self.home = home
-        self.samples: list[Any] = []  # Those of all ranks, once they are gathered.
+        self.samples: list[Any] = []  # They are those of all ranks once these have met.
         self._statistics = statistics
         self._rows = 0  # the rows in the samples of this rank
 

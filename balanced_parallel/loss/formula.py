@@ -74,8 +74,10 @@ _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "cpu", "cuda", "as_tensor"}
 # Operations of one tensor that keep the sum of its elements.
 _UNCHANGED = _CONVERSIONS | {"view", "reshape", "squeeze", "clone", "pos", "detach"}
-_SUMS = {"sum", "nansum", "count_nonzero"}
-_REDUCTIONS = _SUMS | {"mean", "nanmean"}
+_PRODUCTS = {"dot", "vdot", "inner", "matmul", "einsum", "tensordot"}
+_SUMS = _PRODUCTS | {"sum", "nansum", "count_nonzero", "trace"}
+_NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
+_REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
@@ -434,6 +436,8 @@ class SumNotes(TorchFunctionMode):
         If some are shards, those that are whole in the forward are freed behind it.
         """
         for parameter in parameters:
+            if type(parameter) is nn.Parameter:  # It is captured where it is used.
+                continue
             self._capture(parameter)
             self._has_shards = self._has_shards or is_sharded(parameter)
         self._of_model = {*self._outside}
@@ -442,6 +446,9 @@ class SumNotes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, and notes a sum, or an operation on sums."""
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _PROPERTIES and type(args[0]) is Tensor and id(args[0]) not in self._facts.ids:
+            return func(*args, **kwargs)
         if func is sum_over_rows:  # The rows of a shard are computed of it.
             return func(*args, **kwargs)
         if func in RULES or not self._is_unknown(func, args, kwargs):
@@ -450,7 +457,7 @@ class SumNotes(TorchFunctionMode):
         is_tensor = isinstance(result, Tensor)
         if is_tensor and result.dim() and id(result) not in self._facts.ids:
             return result
-        if not is_tensor and getattr(func, "__name__", "") in _PROPERTIES:
+        if not is_tensor and name in _PROPERTIES:
             return result
         return self._call(func, args, kwargs, result)
 
@@ -463,15 +470,19 @@ class SumNotes(TorchFunctionMode):
             return False
         is_unknown = False
         ids = self._facts.ids
-        for part in _flatten((*args, *kwargs.values())):
-            if not isinstance(part, Tensor):
-                if isinstance(part, (list, tuple, dict)):
+        parts = [*args, *kwargs.values()]
+        for part in parts:
+            if isinstance(part, Tensor):
+                facts = self._facts.get(part) if id(part) in ids else None
+                if facts is None:
+                    # To ask for the class of a parameter takes long.
+                    is_plain = type(part) is Tensor or not isinstance(part, nn.Parameter)
+                    is_unknown = is_unknown or is_plain
+                elif facts.level != _OF_NOTHING or facts.is_selected:
                     return False
-                continue
-            facts = self._facts.get(part) if id(part) in ids else None
-            if facts is None:
-                is_unknown = is_unknown or not isinstance(part, nn.Parameter)
-            elif facts.level != _OF_NOTHING or facts.is_selected:
+            elif isinstance(part, (list, tuple)):
+                parts += part
+            elif isinstance(part, dict):
                 return False
         return is_unknown
 
@@ -724,6 +735,14 @@ class SumNotes(TorchFunctionMode):
         form = _SUM._replace(place=number)
         self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
 
+    def _norm(self, squares: Tensor, result: Tensor, *, is_target: bool) -> None:
+        """Notes the root of a sum of squares."""
+        place = self._add("sum of squares", squares, may_learn=not is_target)
+        number = next(self._numbers)
+        places = [Value(place)], dict[str, object]()
+        self._operations.append(Operation(root, "norm", places, [place], [number]))
+        self._learn(result, Facts(_OF_SUMS, number, is_target=is_target))
+
     def _quotient(
         self,
         kind: str,
@@ -765,13 +784,18 @@ class SumNotes(TorchFunctionMode):
         return True
 
     def _reduce(self, call: FunctionCall, result: Tensor) -> None:
-        """Notes the sum of all elements of a tensor, or their mean."""
-        rows, name = call.values[0], call.name
+        """Notes the sum of all elements of a tensor or of a product, their mean, or their norm."""
+        rows, name = call.tensors[0], call.name
         if result.dim() or not rows.dim():
             return
-        is_target = self._of(rows).is_target
+        is_target = all(self._of(each).is_target for each in call.tensors)
         if name in _SUMS:
             self._sum("sum", widen(result), result, is_target=is_target)
+            return
+        if name in _NORMS:
+            orders = {each for each in call.values if type(each) in (int, float, str)}
+            if orders <= {2, "fro"}:
+                self._norm(widen(result).square(), result, is_target=is_target)
             return
         count: Any = rows.numel()
         if self._of(rows).is_selected:
@@ -924,6 +948,11 @@ class SumNotes(TorchFunctionMode):
                 total = self._add("the loss", weighted_sum(leaf, 1))
                 self._quotient("the loss", total, 1.0, object(), leaf, is_target=False)
                 self._facts[leaf] = self._facts[leaf]._replace(form=_OTHER)
+
+
+def root(total: Tensor) -> Tensor:
+    """Returns the square root. Its derivative at zero is zero, as that of a norm."""
+    return total.where(total > 0, 1).sqrt() * (total > 0)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

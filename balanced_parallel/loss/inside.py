@@ -170,21 +170,39 @@ def run_rows(
 
     try:
         draws: Sequence[Any] = ()
+        first: PerReplica | None = None
         if not sample.is_joined:
-            (row,) = run_repeated(1, nullcontext)
-            size = sum(tensor.nbytes for tensor in containers.tensors_in(row))
+            first, has_drawn = _run_first(run_repeated, update, device)
+            size = sum(tensor.nbytes for tensor in containers.tensors_in(first[0]))
             if size * most > most_bytes:
                 most = min(most, max(sample.rows, 2))
             rows_of_parts[-1] = [0, 1] * (most // 2)
             parts[-1] = take(parts[-1], rows_of_parts[-1], sample.dim)
-            draws = _find_draws(run_repeated, update, device)
+            draws = _find_draws(run_repeated, update, device) if has_drawn else ()
         for (inputs, targets), rows in zip(parts, rows_of_parts, strict=True):
             drawing: Callable[[], AbstractContextManager[None]] = nullcontext
             if draws:
                 drawing = Forward(update, rows, device, draws, {}).drawing
-            yield run(inputs, len(rows), drawing), targets
+            outputs = first if rows == [0] and not draws else None
+            yield outputs or run(inputs, len(rows), drawing), targets
     finally:
         update.end()
+
+
+def _run_first(
+    run_repeated: Callable[..., PerReplica], update: Any, device: torch.device
+) -> tuple[PerReplica, bool]:
+    """Returns the output of the first row, and True if its forward has drawn random numbers."""
+    from ..reproducible.row_random import Forward
+
+    try:
+        forward = Forward(update, range(1), device, None, {})
+        output = run_repeated(1, forward.drawing)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - an operator may draw numbers that cannot follow the rows
+        return run_repeated(1, nullcontext), False
+    return output, len(forward.drawn) > 1  # The last one is the end.
 
 
 def _find_draws(
@@ -196,8 +214,6 @@ def _find_draws(
     try:
         two, three = (Forward(update, range(count), device, None, {}) for count in (2, 3))
         run_repeated(2, two.drawing)
-        if len(two.drawn) == 1:  # The last one is the end.
-            return ()
         run_repeated(3, three.drawing)
         return find_draws(two, three)
     except torch.OutOfMemoryError:

@@ -120,10 +120,6 @@ class Kind(abc.ABC):
         """
         return self, kwargs
 
-    def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
-        """Returns the total weight of a batch, if it depends on the targets alone; otherwise None."""
-        return None
-
     def of_batch(self, targets: Sequence[tuple[object, ...]], *, is_whole: bool) -> "Kind":
         """Returns the kind of one batch, from its targets in any number of parts.
 

@@ -355,23 +355,19 @@ class _ReplicaShards:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the state of a plain optimizer over whole parameters."""
-        saved = state_dict["param_groups"]
-        sizes, expected = (
-            [len(group["params"]) for group in groups] for groups in (saved, self._groups)
-        )
-        if sizes != expected:
-            raise ValueError(
-                f"the state has param groups of {sizes} parameters, expected {expected}"
-            )
         state = {}
+        groups = []
         numbers = itertools.count()
-        for parameter, index in zip(self._parameters, _parameters_of(saved), strict=True):
-            for piece in self._pieces.get(parameter, [None]):
-                number = next(numbers)
-                if index in state_dict["state"]:
-                    state[number] = _cut(parameter, piece, state_dict["state"][index])
-        pairs = zip(saved, self.inner.state_dict()["param_groups"], strict=True)
-        groups = [{**group, "params": present["params"]} for group, present in pairs]
+        parameters = iter(self._parameters)
+        for group in state_dict["param_groups"]:
+            params = []
+            for index in group["params"]:
+                parameter: Any = next(parameters, None)
+                for piece in self._pieces.get(parameter, [None]):
+                    params.append(next(numbers))
+                    if index in state_dict["state"]:
+                        state[params[-1]] = _cut(parameter, piece, state_dict["state"][index])
+            groups.append({**group, "params": params})
         self.inner.load_state_dict({"state": state, "param_groups": groups})
 
     def _updated(self, parameter: Tensor) -> list[Tensor]:

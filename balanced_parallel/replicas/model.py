@@ -7,7 +7,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,16 +87,6 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         >>> outputs.gather().shape
         torch.Size([7, 2])
     """
-
-    if TYPE_CHECKING:
-
-        @overload
-        def __new__(
-            cls, *args: object, gather_outputs: Literal[True], **settings: object
-        ) -> "_GatheringModel": ...
-        @overload
-        def __new__(cls, *args: object, **settings: object) -> Self: ...
-        def __new__(cls, *args: object, **settings: object) -> Self: ...
 
     @naming_arguments
     def __init__(
@@ -271,14 +261,15 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         )
 
     def _gather(self, outputs: PerReplica) -> Any:
-        rows = max(size or 0 for size in outputs.sizes)
-        output = outputs[outputs.sizes.index(rows)]
+        gathered = outputs.on(self._gathers_on)
+        count = len(outputs)
+        has_more_rows = count != sum(size or 0 for size in outputs.sizes)
+        may_warn = count > 1 and has_more_rows and torch.is_grad_enabled() and not self._warned
         for (place, leaf), dim in zip(
-            leaves(output), leaf_dims(output, self.out_dims), strict=True
+            leaves(gathered) if may_warn else (), leaf_dims(gathered, self.out_dims), strict=False
         ):
-            shape = leaf.shape if isinstance(leaf, torch.Tensor) else (rows,)
-            is_scalar = dim is not None and (shape == () or (shape[dim:][:1] == (1,) and rows > 1))
-            if is_scalar and len(outputs) > 1 and torch.is_grad_enabled() and not self._warned:
+            shape = leaf.shape if dim is not None and isinstance(leaf, torch.Tensor) else ()
+            if shape == (count,) or shape[dim:][:1] == (count,):
                 self._warned = True
                 warnings.warn(
                     f"the output{place} has one value per replica. If it is a loss, the mean of the gathered values is not the "
@@ -286,13 +277,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
                     "DataParallelCriterion with weight= and no gather_outputs",
                     stacklevel=7,
                 )
-        return outputs.on(self._gathers_on)
-
-
-if TYPE_CHECKING:
-
-    class _GatheringModel(DataParallelModel):
-        def __call__(self, *inputs: object, **kwargs: object) -> torch.Tensor: ...  # type: ignore[override]
+        return gathered
 
 
 def _refuse_compilation() -> None:

@@ -26,6 +26,7 @@ from ..runtime.torch_private import (
     PARAMETERS,
     buffers_of,
     children_of,
+    foreach_copy_,
     is_compiled,
     parameters_of,
 )
@@ -348,7 +349,7 @@ def check_device(module: nn.Module, device: torch.device) -> None:
         if tensor.device != device:
             raise ValueError(
                 f"{name} is on {tensor.device}, expected every parameter and buffer on the first device, {device}: "
-                f"move the module there with .to({str(device)!r})"
+                f"move the module there with .to({str(device)!r}), or wrap it again with other device_ids="
             )
 
 
@@ -469,21 +470,20 @@ def keep_numbers(module: nn.Module) -> Iterator[None]:
 
 
 def copy_state(module: nn.Module) -> Callable[[], None]:
-    """Copies the buffers and the numbers of a module. Returns a function that puts them back."""
-    parts = [(part, numbers_of(part), buffers_of(part)) for part in module.modules()]
-    copies = [
-        (part, numbers, {name: each.clone() for name, each in buffers.items() if each is not None})
-        for part, numbers, buffers in parts
-        if numbers or buffers
-    ]
+    """Copies the buffers and the numbers of a module. Returns a function that puts them back.
+
+    Buffers that a forward has replaced are the former tensors again, those it has added are gone.
+    """
+    parts = [(part, numbers_of(part), buffers_of(part).copy()) for part in module.modules()]
+    tensors = [each for _, _, buffers in parts for each in buffers.values() if each is not None]
+    copies = [each.detach().clone() for each in tensors]
 
     @torch.no_grad()
     def put() -> None:
-        for part, numbers, buffers in copies:
+        for part, numbers, buffers in parts:
             vars(part).update(numbers)
-            for name, copy in buffers.items():
-                buffer = buffers_of(part)[name]
-                if buffer is not None and buffer.shape == copy.shape:
-                    buffer.copy_(copy)
+            buffers_of(part).clear()
+            buffers_of(part).update(buffers)
+        foreach_copy_(tensors, copies)
 
     return put

@@ -305,12 +305,9 @@ class ExactAccumulation(Accumulation):
         self._check_buffers()
         present = settings()
         sums = self._join_devices()
-        if self._scaler is not None:  # It makes its tensors, also without rows.
-            values.scaled(torch.zeros((), device=self._device), self._scaler)
         reports = self._groups.gather(self._report(sums, present.digest()))
         _check_reports(reports)
-        digests = zip(*(report.digest for report in reports), strict=True)
-        present.check(*map(sum, digests))
+        present.check(is_same=len({report.digest for report in reports}) == 1)
         totals = self._sum(sums, [report.units for report in reports])
         total = loss_sums.add_numbers([loss for report in reports for loss in report.losses])
         weight = loss_sums.add_numbers([weight for report in reports for weight in report.weights])
@@ -381,9 +378,7 @@ class ExactAccumulation(Accumulation):
                     total.merge(part, parameter.device)
         return joined
 
-    def _report(
-        self, sums: Mapping[Tensor, list[ExactSum]], digest: Sequence[float]
-    ) -> GroupReport:
+    def _report(self, sums: Mapping[Tensor, list[ExactSum]], digest: float) -> GroupReport:
         calls = self.forwards.copies.collectives
         is_alone = not (calls.is_used or any(self.forwards.model.runs.values()))
         return GroupReport(

@@ -15,18 +15,18 @@ from ..runtime import collectives, values
 from ..strategies.ddp import DDPUpdate
 from ..strategies.replicas import ReplicaSync
 
-_BUFFER_BYTES = 25 * 2**20  # of integers that are summed at a time
+_BUFFER_BYTES = 25 * 2**20  # Integers of so many bytes are summed at a time.
 PartUnits = Sequence[Sequence[int]]  # The units of the gradient of each part of a parameter.
 
 
 class GroupReport(NamedTuple):
     """Numbers of the groups of rows of a process, for all others."""
 
-    losses: Sequence[float] = ()  # the sum of the losses of each group
-    weights: Sequence[float] = ()
-    units: Mapping[int, PartUnits] = {}
-    digest: Sequence[float] = ()  # The settings.
-    refusal: str = ""
+    losses: Sequence[float]  # the sum of the losses of each group
+    weights: Sequence[float]
+    units: Mapping[int, PartUnits]
+    digest: float  # The settings.
+    refusal: str
 
 
 class ReplicaGroups(ReplicaSync):
@@ -72,7 +72,7 @@ class DDPGroups(DDPUpdate):
     def gather(self, report: GroupReport) -> list[GroupReport]:
         """Returns the reports of all ranks."""
         reports = collectives.gather_objects(report, self._record.group)
-        self._with_rows = sum(1 for each in reports if each.losses)
+        self._with_rows = [bool(each.losses) for each in reports]
         self._is_reduced = True
         return reports
 
@@ -107,7 +107,7 @@ class DDPGroups(DDPUpdate):
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Takes part in the sums of the other ranks, and tells them."""
-        self._has_agreed |= self._share()
+        self._share()
         if not (self._has_agreed or isinstance(error, collectives.ElsewhereFailure)):
             while self._sizes:
                 zeros = functools.partial(torch.zeros, dtype=torch.int64, device=self._device)

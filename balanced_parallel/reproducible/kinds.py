@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..loss import kinds as loss_kinds
 from ..loss import sums as loss_sums
-from ..loss.comparison import ShardStatistics
 from ..loss.copies import Calls
 from ..loss.means import LossOfMeans
 
@@ -47,11 +46,13 @@ class ExactLossOfMeans(LossOfMeans):
     def _numbers(self) -> dict[Any, list[Tensor]]:
         return {}  # the parts of each sum on this rank
 
-    def _add(self, parts: list[ShardStatistics], calls: Calls) -> None:
-        super()._add(parts, calls)
+    def collect(self, calls: Calls) -> list[Any]:
+        """Adds the statistics of a micro-batch in the first pass, and keeps each."""
+        parts = super().collect(calls)
         for part in parts:
             for place, number in part.tensors.items():
-                self._numbers.setdefault(place, []).append(number)
+                self._numbers.setdefault(place, []).append(number.detach())
+        return parts
 
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
         """Returns the derivative on one rank: a quotient of it would be rounded."""

@@ -90,8 +90,9 @@ class NumberedRows:
 
             def run_shard(shard: Shard, draws: list[Draw] | None = None) -> object:
                 outputs: list[Any] = []
-                compute: Any = loss.sums
-                if loss.passes > 1:  # its state differs between the two forwards
+                compute = loss.sums
+                # The state of the criterion differs between the two forwards.
+                if loss.passes > 1:
                     of_all = loss.loss(self._forwards.copies, shard.device, is_split=False)
                     compute = of_all.collect
                 self._forwards.run([surround(shard, draws)], compute, outputs)
@@ -205,7 +206,7 @@ class ArithmeticByRow(Arithmetic):
         # One row is repeated where rows have lengths of their own.
         distinct = 1 if batch.pads else batch.rows or 0
         rows = [row % distinct for row in range(3)] if batch.rows else []
-        self.before.take()
+        before = self.snapshot()
         try:
             with torch.no_grad():
                 for count in (2, 3):
@@ -219,7 +220,7 @@ class ArithmeticByRow(Arithmetic):
             )
             raise
         finally:
-            self.before.restore()
+            before.restore()
         if batch.rows:
             self.draws[kind] = draws
 

@@ -104,35 +104,24 @@ def sum_over_ranks(tensor: Tensor, group: Group = None) -> Tensor:
 
     The sum has no gradient.
     """
-    return start_sum(tensor, group)()
+    total = tensor.detach().clone()
+    if world_size(group) > 1:
+        total = _to_backend_device(total, group)
+        dist.all_reduce(total, group=group or _batch_group)
+    return total.to(tensor.device)
 
 
-def start_sum(tensor: Tensor, group: Group = None) -> Callable[[], Tensor]:
-    """Starts :func:`sum_over_ranks`. Returns a function that waits for the sum and returns it."""
-    if world_size(group) == 1:
-        return tensor.detach().clone
-    total = _to_backend_device(tensor.detach(), group).clone()
-    work = dist.all_reduce(total, group=group or _batch_group, async_op=True)
+def gather_numbers(numbers: Fields, group: Group = None) -> list[Fields]:
+    """Returns a named tuple of numbers of each rank, in the order of the ranks.
 
-    def wait() -> Tensor:
-        work.wait()
-        return total.to(tensor.device)
-
-    return wait
-
-
-def sum_numbers(numbers: Fields, group: Group = None) -> Fields:
-    """Returns the sums over all ranks of some numbers of the hosts, field by field of a named
-    tuple.
-
-    The numbers are gathered: in a ring of ranks this takes half as many turns as an all-reduce.
+    Nothing is pickled: one exchange in place of the two of :func:`gather_objects`.
     """
     if (ranks := world_size(group)) == 1:
-        return numbers
+        return [numbers]
     sent = _to_backend_device(torch.tensor(numbers, dtype=torch.float64), group)
     gathered = sent.new_empty(ranks, len(numbers))
     dist.all_gather([*gathered], sent, group=group or _batch_group)
-    return numbers._make(map(sum, zip(*gathered.tolist(), strict=True)))
+    return [*map(numbers._make, gathered.tolist())]
 
 
 def max_over_ranks(number: Number, group: Group = None) -> Number:

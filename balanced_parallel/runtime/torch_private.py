@@ -336,20 +336,24 @@ def without_hooks(tensors: Iterable[Tensor]) -> contextlib.ExitStack:
 def skip_missing_gradients(tensors: Iterable[Tensor]) -> None:
     """Keeps hooks of ``tensors`` from missing gradients. A reducer reaches unused parameters too."""
     for tensor in tensors:
-        table = hooks_of(tensor)[0] or {}
-        for number, hook in table.items():
-            if not isinstance(hook, _HookOfGradient):
-                table[number] = _HookOfGradient(hook)
+        for table in filter(None, hooks_of(tensor)):
+            for number, hook in table.items():
+                if not isinstance(hook, _HookOfGradient):
+                    table[number] = _HookOfGradient(hook)
 
 
 class _HookOfGradient:
-    """A hook that is called with gradients alone, as in a program without a reducer."""
+    """A hook that is called with gradients alone, or with parameters that have one, as in a program
+    without a reducer.
+    """
 
     def __init__(self, hook: Callable[..., object]) -> None:
         self.hook = hook
 
-    def __call__(self, gradient: Tensor | None) -> object:
-        return None if gradient is None else self.hook(gradient)
+    def __call__(self, tensor: Tensor | None) -> object:
+        if tensor is None or (isinstance(tensor, nn.Parameter) and tensor.grad is None):
+            return None
+        return self.hook(tensor)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

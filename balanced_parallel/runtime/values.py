@@ -59,34 +59,29 @@ def format_bytes(count: int) -> str:
 # The text to write in place of an argument that is gone.
 _REMOVED = {
     "in_dims": "dim=1 for rows in dimension 1, and marks at the call for other arguments: Along(x, 1), Whole(x), Rows(x)",
+    "weight": "DataParallelCriterion(criterion, weight=...)",
+    "dim": "DataParallelModel(module, dim=...)",
     "trim": "collate=, which pads a list of samples: DataLoader(..., collate_fn=list)",
 }
 
 
 def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Returns a function whose error for arguments that it does not take names those that it takes."""
-    parameters = inspect.signature(function).parameters
-    names = [name for name in parameters if name != "self"]
-    plain = [
-        each.replace(default=each.empty, annotation=each.empty) for each in parameters.values()
-    ]
+    parameters = inspect.signature(function).parameters.values()
+    plain = [each.replace(default=each.empty, annotation=each.empty) for each in parameters]
     shown = inspect.Signature([each for each in plain if each.name != "self"])
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    expected = f"one of {', '.join(names)}"
     form = re.sub(r"\.__(init|call)__$", "", function.__qualname__) + str(shown)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in () if takes_any else kwargs.keys() - names:
-            raise TypeError(
-                f"{function.__qualname__}() got an unexpected keyword argument {name!r}, expected {_REMOVED.get(name, expected)}"
-            )
         try:
             return function(*args, **kwargs)
         except TypeError as error:
             if error.__traceback__ and error.__traceback__.tb_next:
                 raise
-            raise TypeError(f"{error}, expected {form}") from None  # The call itself raised it.
+            # The call itself raised it.
+            removed = [instead for name, instead in _REMOVED.items() if name in kwargs]
+            raise TypeError(f"{error}, expected {' and '.join(removed) or form}") from None
 
     return call
 
@@ -201,24 +196,16 @@ class Precision:
         """Returns the gradient scaler of ``"fp16"``, created for ``device`` on first use; otherwise
         None.
         """
-        if self.name == "fp16" and self.scaler is None:
-            self.scaler = torch.amp.GradScaler(device.type)
+        if self.name == "fp16":
+            self.scaler = self.scaler or torch.amp.GradScaler(device.type)
+            # This makes its tensors. A failure in the middle of an update would break each update.
+            self.scaler.scale(torch.zeros((), device=device))
         return self.scaler
 
 
 def scaled(loss: torch.Tensor, scaler: torch.amp.GradScaler | None) -> torch.Tensor:
-    """Returns the loss times the scale, if there is a scaler.
-
-    Its first use makes two tensors. A failure between them would break every ``update()``, so it
-    puts the scaler back.
-    """
-    if scaler is None:
-        return loss
-    try:
-        return scaler.scale(loss)
-    except BaseException:
-        scaler.__setstate__(scaler.__getstate__())  # a pickled scaler makes them on its next use
-        raise
+    """Returns the loss times the scale, if there is a scaler."""
+    return loss if scaler is None else scaler.scale(loss)
 
 
 def forget_gradients(parameters: Iterable[torch.Tensor]) -> None:

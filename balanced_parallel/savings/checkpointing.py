@@ -91,17 +91,15 @@ class CheckpointHandle:
     """The result of :func:`checkpoint_activations`.
 
     Attributes:
-        parts: what is recomputed, as names of modules, or ``"features[0:4]"`` for modules of an
-            ``nn.Sequential``.
+        parts: the modules that are recomputed, by name, as a whole or in segments.
     """
 
-    def __init__(self, modules: list[nn.Module], parts: tuple[str, ...]) -> None:
+    def __init__(self, parts: dict[str, nn.Module]) -> None:
         self.parts = parts
-        self._modules = modules
 
     def remove(self) -> None:
         """Undoes the checkpointing, for graphs that are made from now on."""
-        for module in self._modules:
+        for module in self.parts.values():
             module.__class__ = class_of(module)
 
     def __repr__(self) -> str:
@@ -141,7 +139,7 @@ def checkpoint_activations(
     Example:
         >>> net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
         >>> savings.checkpoint_activations(net)
-        CheckpointHandle(parts=['[0:4]', '[4:8]', '[8:12]'])
+        CheckpointHandle(parts=[''])
     """
     values.check_type("module", module, nn.Module, "a module, as in checkpoint_activations(net)")
     for submodule in module.modules():
@@ -164,16 +162,10 @@ def checkpoint_activations(
     for name in segments:
         if name not in modules:
             raise ValueError(f"there is no module {name!r} to checkpoint, {EXPECTED}")
-    parts: list[str] = []
-    for name, count in segments.items():
-        child = modules[name]
-        child.__class__ = _checkpointed(class_of(child), count, selective)
-        parts += (
-            [name]
-            if count == 1
-            else [f"{name}[{start}:{end}]" for start, end in _segment_places(child, count)]
-        )
-    return CheckpointHandle([modules[name] for name in segments], tuple(parts))
+    parts = {name: modules[name] for name in segments}
+    for name, child in parts.items():
+        child.__class__ = _checkpointed(class_of(child), segments[name], selective)
+    return CheckpointHandle(parts)
 
 
 def outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:

@@ -20,18 +20,6 @@ TORCH = Path(torch.__file__).parent
 # Arguments: device, kind, and a buffer of some size for the message of an error. An empty message
 # allows the wait.
 LISTENER = CFUNCTYPE(None, c_int, c_char_p, c_void_p, c_int)
-# One translation unit: parsing torch's headers takes most of the time.
-UNIT = (
-    "waits",
-    "streams",
-    "ledger",
-    "device",
-    "storage",
-    "composites",
-    "operators",
-    "autocast",
-    "collectives",
-)
 # Types of the arguments that ctypes would not guess, and the functions that return a number of
 # bytes or of calls.
 ARGUMENTS: dict[str, list[type]] = {
@@ -138,7 +126,8 @@ def build(path: Path) -> None:
         f"-I{include / 'torch/csrc/api/include'}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     ]
-    source = "".join(f'#include "{name}.cpp"\n' for name in UNIT)
+    # One translation unit: parsing torch's headers takes most of the time.
+    source = "".join(f'#include "{path.name}"\n' for path in sorted(SOURCES.glob("*.cpp")))
     libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         library = f"{scratch}/simulation.so"

@@ -76,11 +76,6 @@ def get_device_properties(device: DeviceLike | None = None) -> SimpleNamespace:
     )
 
 
-def get_device_name(device: DeviceLike | None = None) -> str:
-    """Returns the name of a device."""
-    return str(get_device_properties(device).name)
-
-
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """Returns the dtypes that autocast supports."""
     return [torch.float16, torch.bfloat16, torch.float32]

@@ -3,7 +3,7 @@ there::
 
     step-00000040/
         shard-00001-model-00001-of-00001.safetensors    tensors that rank 0 has written; shard-00002 is rank 1's
-        rank-00000.json                                 other values of rank 0, and the digests of its tensors
+        rank-00000.json                                 other values of rank 0, and digests of its files and parameters
         checkpoint.json                                 number of ranks, digests of the parameters and of every file, written last
 
 The folder is ``step-00000040.partial`` until everything is on the disk. One that it replaces is
@@ -22,9 +22,9 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from functools import cache, partial
+from functools import partial
 from io import BufferedReader
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
@@ -50,7 +50,6 @@ from .state import (
     describe_bits,
     digest_lines,
     join_tensors,
-    parameters_of,
     split_tensors,
     tensor_key,
 )
@@ -94,7 +93,7 @@ class Checkpoints(values.SaysInstead):
             :class:`TrainStep`, which has model, optimizers, schedulers and random numbers; a
             :class:`RankBatchSampler`; objects of your own. Their tensors are the same on all ranks.
             A part with all methods of ``Part`` is asked about its state. The digest in
-            ``checkpoint.json`` is of the parameters of steps and modules.
+            ``checkpoint.json`` is of the parameters of steps, unless ranks have shards of them.
 
     Raises:
         ImportError: the package safetensors is missing.
@@ -193,7 +192,7 @@ class Checkpoints(values.SaysInstead):
         tree, tensors = split_tensors(states)
         folder = self.folder / f"step-{number:08}"
         group = _group()
-        parameters = self._parameters(states)
+        parameters = self._parameters()
         writer = Writer(
             folder, tree, rank, collectives.world_size(), self.keep, self._damaged, parameters
         )
@@ -203,16 +202,12 @@ class Checkpoints(values.SaysInstead):
         self._writing = cast("Future[Any]", writing)
         _unreported[self._writing] = folder
 
-    def _parameters(self, states: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the keys of the parameters of each part, by their keys in the whole state."""
+    def _parameters(self) -> dict[str, str]:
+        """Returns the keys of the parameters of steps, by their keys in the whole state."""
         names: dict[str, str] = {}
         for name, part in self.parts.items():
-            keys: Iterable[str] = ()
             if isinstance(part, Part):
-                keys = part.parameter_keys()
-            elif isinstance(part, nn.Module):
-                _, keys = split_tensors(parameters_of(part, states[name]))
-            names |= {f"{tensor_key([name])}/{key}": key for key in keys}
+                names |= {f"{tensor_key([name])}/{key}": key for key in part.parameter_keys()}
         return names
 
     def wait(self) -> None:
@@ -415,48 +410,33 @@ class Writer(HuggingFaceStorageWriter):
         """Writes the tensors of this rank, and its other values."""
         written = super().write_data(plan, planner)
         names = sorted({result.storage_data.relative_path for result in written.value()})
-        write_json(
-            rank_file(self.partial, self.number),
-            {"files": digests(self.partial, names), "state": self.tree},
-        )
-        return written
-
-    def _digest(self, metadata: Metadata, results: list[list[WriteResult]]) -> str | None:
-        """Returns the digest of the parameters, which are read one by one; None if there are none."""
-        from safetensors import safe_open
-
-        shards: dict[str, list[WriteResult]] = {key: [] for key in self.parameters}
-        for shard in chain(*results):
-            shards.get(shard.index.fqn, []).append(shard)
-        # The header of a file is parsed when it is opened, and has many tensors.
-        open_file = cache(partial(safe_open, framework="pt"))
         lines = []
-        for key, parts in shards.items():
-            saved = cast("TensorStorageMetadata", metadata.state_dict_metadata[key])
-            whole = torch.empty(saved.size, dtype=saved.properties.dtype)
-            for shard in parts:
-                tensor = open_file(self.partial / shard.storage_data.relative_path).get_tensor(key)
-                place = whole
-                for dim, start in enumerate(shard.index.offset or ()):
-                    place = place.narrow(dim, start, tensor.size(dim))
-                place.copy_(tensor)
-            lines.append(describe_bits(self.parameters[key], whole))
-        return digest_lines(lines) if lines else None
+        for item in plan.items:
+            name = self.parameters.get(item.index.fqn)
+            if name is not None and item.type is WriteItemType.TENSOR:  # not a shard
+                lines.append(describe_bits(name, cast("Tensor", planner.resolve_data(item))))
+        entries = {"files": digests(self.partial, names), "lines": lines, "state": self.tree}
+        write_json(rank_file(self.partial, self.number), entries)
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Completes the checkpoint after all ranks have written, and removes old ones.
 
         Rank 0 runs this.
         """
-        files: dict[str, list[Any]] = {}
+        files: dict[str, list[str | int]] = {}
+        lines: list[str] = []
         for rank in range(self.ranks):
             path = rank_file(self.partial, rank)
             if not path.exists():
                 raise FileNotFoundError(
                     f"rank {rank} has written to another folder, expected {_ONE_FOLDER}"
                 )
-            files |= read_json(path)["files"] | digests(self.partial, [path.name])
-        digest = self._digest(metadata, results)
+            entries = read_json(path)
+            files |= entries["files"] | digests(self.partial, [path.name])
+            lines += entries["lines"]
+        # Shards have none: no rank has the whole parameter.
+        digest = digest_lines(lines) if lines and len(lines) == len(self.parameters) else None
         manifest = {"digest": digest, "ranks": self.ranks, "files": files}
         write_json(self.partial / MANIFEST, manifest, indent=1)
         sync(self.partial)
@@ -547,9 +527,9 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def digests(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
+def digests(folder: Path, names: Iterable[str]) -> dict[str, list[str | int]]:
     """Returns digest and size of each file."""
-    entries = {}
+    entries: dict[str, list[str | int]] = {}
     for name in names:
         with _open_plain(folder, name) as file:
             entries[name] = [hashlib.file_digest(file, "sha256").hexdigest(), file.tell()]

@@ -142,7 +142,7 @@ class TrainedState(TrainedObjects):
             lines.append(describe_bits(key, whole))
         return digest_lines(lines)
 
-    def _layout(self) -> list[Any]:
+    def _layout(self) -> list[object]:
         return [
             collectives.world_size(),
             [device.type for device in dict.fromkeys(self.model.devices)],

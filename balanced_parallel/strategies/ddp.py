@@ -57,7 +57,6 @@ from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, hand_back, run_backward, zero_of
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import ElsewhereFailure
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import (
     CHILDREN,
@@ -67,8 +66,7 @@ from ..runtime.torch_private import (
     is_differentiable,
     run_after_backward,
 )
-from ..runtime.values import check_type, forget_gradients
-from ..training.settings import Settings
+from ..runtime.values import check_type
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -94,6 +92,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         rows: dim, precision and out_dims, as in :class:`DataParallelModel`.
     """
 
+    record: "BucketRecord"
+
     def __init__(
         self,
         module: nn.Module,
@@ -111,11 +111,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
         )
         self._wrapped = [wrapped]  # The list keeps its names out of the state_dict().
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
-        self._frozen = {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if not parameter.requires_grad
-        }
         self._begin(module)
         self._set_rows(device, **rows)
         self.broadcast_buffers = False  # They are shared after each update.
@@ -171,11 +166,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _run(
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
-        for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
-            remedy = "call parallelize again"
-            raise ValueError(
-                f"{name} requires a gradient, but did not when parallelize was called: {remedy}"
-            )
         # Reading or assigning self.module takes ten times as long as its entry.
         children = children_of(self)
         module = children["module"]
@@ -503,7 +493,6 @@ class DDPUpdate(RankUpdate):
         self._has_begun = False  # A step forgets the gradients before it runs a batch.
         self._is_prepared = False  # The reducer waits for a backward.
         self._is_reduced = False
-        self._sums: RankReport | None = None  # The sums over all ranks.
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if each forward waits for every rank."""
@@ -539,27 +528,16 @@ class DDPUpdate(RankUpdate):
         )
         self._is_reduced = True
 
-    def agree(self, report: RankReport) -> RankReport:
-        """Returns the sums of the reports, or raises the failure of another rank."""
-        sums = self._exchange(report)
-        if failures := sums.failed or sums.out_of_memory:
-            collectives.raise_failure(failures, self._ranks, not sums.failed)
-        return sums
-
-    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Ends the reduction. The first one rebuilds the buckets."""
-        whole = super().finish(local, settings)
-        if not self._model.record.buckets:
-            self._rebuild()
-        return whole
-
-    def _rebuild(self) -> None:
-        """Rebuilds the buckets after the first update. All ranks call this.
+    def agree(self, report: RankReport) -> list[RankReport]:
+        """Returns the reports. The first update rebuilds the buckets.
 
         The collectives of this would wait in the next forward, if a rank ran out of memory before.
         """
-        torch_private.rebuild_buckets(self._model)
-        self._model.record.take_places()
+        reports = self.exchange(report)
+        if not self._model.record.buckets:
+            torch_private.rebuild_buckets(self._model)
+            self._model.record.take_places()
+        return reports
 
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         """Tells the other ranks of a failure, unless they wait in a layer."""
@@ -567,26 +545,13 @@ class DDPUpdate(RankUpdate):
             return  # The others wait in a layer.
         collectives.tell_failure(error)
 
-    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
-        """Forgets the gradients of this rank.
+    @property
+    def others_wait(self) -> bool:
+        """True if other ranks wait in a layer."""
+        return self._sync.meets_ranks and not self._is_reduced
 
-        Tells the other ranks, but not those that wait in a layer.
-        """
-        if self._share():
-            self._has_agreed = True
-            if not self._model.record.buckets:
-                self._rebuild()
-        is_known = isinstance(error, ElsewhereFailure) or self._sums is not None
-        can_tell = self._is_reduced or not self._sync.meets_ranks
-        if can_tell and not (is_known or self._has_agreed):
-            self._take_part(divide)
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
-        forget_gradients(self._model.record.parameters)
-        return self._has_agreed
-
-    def _take_part(self, divide: Callable[[], object]) -> None:
-        """Takes part in the reduction of the others, which nobody uses."""
+    def take_part(self, divide: Callable[[], object]) -> None:
+        """Takes part in the reduction of the others."""
         if not self._is_prepared:
             with torch.enable_grad():
                 divide()
@@ -600,13 +565,11 @@ class DDPUpdate(RankUpdate):
                 with contextlib.suppress(RuntimeError), _requiring([parameter], True):
                     zero_of(parameter).backward()
 
-    def _exchange(self, report: RankReport) -> RankReport:
-        """Returns the sums of the reports of all ranks."""
-        self._sums = sums = self.exchange(report)
-        if (sums.out_of_memory or sums.failed) and not self._model.record.buckets:
-            # The next forward would wait for ranks that do not.
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
+        # The next forward would wait for ranks that do not.
+        if not self._model.record.buckets:
             torch_private.forget_order(self._model)
-        return sums
 
 
 @gradient_sync.register

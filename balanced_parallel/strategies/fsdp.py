@@ -35,6 +35,7 @@ from typing import Any, Unpack, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import TensorWeakRef
 
 from ..batch.containers import map_tensors, tensors_in
@@ -45,7 +46,7 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, run_backward, widen, zero_of
 from ..replicas.module_tree import find_blocks, keep_numbers
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import ElsewhereFailure, gather_objects
+from ..runtime.collectives import gather_objects
 from ..runtime.devices import free_bytes, is_accelerator
 from ..runtime.torch_private import (
     BatchNorm,
@@ -87,8 +88,10 @@ class ShardedModel(RankModel):
             all-gathered.
     """
 
+    record: "ShardedGradients"
+
     def __init__(
-        self, module: nn.Module, mesh: Any, device: torch.device, **rows: Unpack[RowSettings]
+        self, module: nn.Module, mesh: DeviceMesh, device: torch.device, **rows: Unpack[RowSettings]
     ) -> None:
         super().__init__()
         self.module = module
@@ -97,14 +100,13 @@ class ShardedModel(RankModel):
         # The outputs of a forward that has had no backward, None during both: others wait for it.
         self.outputs: list[TensorWeakRef] | None = []
         self.forwards = 0
-        self.gradients = ShardedGradients(self.group, self.share_buffers)
+        self.record = ShardedGradients(self.group, self.share_buffers)
         without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
         # FSDPModules
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
-            self.gradients.add(unit, names.get(id(unit)) or "root")
-        self._note_parameters()  # The shards.
+            self.record.add(unit, names.get(id(unit)) or "root")
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
         self._required = {
             name: (parameter, parameter.requires_grad)
@@ -127,15 +129,15 @@ class ShardedModel(RankModel):
     def run_backward(self, backward: Callable[[], None], *, keeps_whole: bool) -> None:
         """Runs a backward of a step."""
         self.outputs = None
-        self.gradients.run_step(backward, keeps_whole=keeps_whole)
+        self.record.run_step(backward, keeps_whole=keeps_whole)
         self.outputs = []
 
     def forget_gradients(self) -> None:
         """Forgets all gradients, after a failure."""
         self.outputs = []
-        forget_gradients(self.gradients.parameters)
+        forget_gradients(self.record.parameters)
         # newer than torch 2.11
-        if self.gradients.has_run and hasattr(self.units[-1], "reset_iter_state"):
+        if self.record.has_run and hasattr(self.units[-1], "reset_iter_state"):
             self.units[-1].reset_iter_state()
             torch_private.forget_whole_gradients(self.units)
 
@@ -171,7 +173,7 @@ class ShardedModel(RankModel):
         self.has_advanced = torch.is_grad_enabled()
         with (
             keep_numbers(self.module) if has_advanced else contextlib.nullcontext(),
-            self.gradients.of_dummy(),
+            self.record.of_dummy(),
             self._random_numbers(),
             undone(self.module, self.devices),
         ):
@@ -192,8 +194,8 @@ class ShardedModel(RankModel):
         self.forwards += 1
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # The module has its shards again after an evaluation.
-            self.gradients.compare_blocks()
-        zero = None if in_step else zero_of(self._sentinel, *self.gradients.parameters)
+            self.record.compare_blocks()
+        zero = None if in_step else zero_of(self._sentinel, *self.record.parameters)
         watched = watch_output(output, zero, functools.partial(self._begin_backward, in_step))
         learned = [tensor for tensor in tensors_of(watched) if in_step and tensor.requires_grad]
         self.outputs = [*map(TensorWeakRef, learned)]
@@ -209,10 +211,10 @@ class ShardedModel(RankModel):
 
     def _begin_backward(self, in_step: bool) -> None:
         if not in_step and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
-            self.gradients.refuse_requests()
+            self.record.refuse_requests()
         elif not in_step:
             refuse_graph()
-        self.gradients.begin()
+        self.record.begin()
 
     @contextlib.contextmanager
     def _as_sharded(self) -> Iterator[None]:
@@ -287,7 +289,7 @@ class _FSDPSync(RankSync):
         # newer than torch 2.11
         if self._updates != 1 or not hasattr(self.model.units[-1], "reset_iter_state"):
             return False
-        needed = 4 * sum(parameter.numel() for parameter in self.model.gradients.parameters)
+        needed = 4 * sum(parameter.numel() for parameter in self.model.record.parameters)
         device = self.model.devices[0]
         return not is_accelerator(device) or needed <= free_bytes(device) // 2
 
@@ -308,7 +310,7 @@ class _FSDPUpdate(RankUpdate):
     _model: ShardedModel
 
     def __init__(self, sync: _FSDPSync, model: ShardedModel) -> None:
-        super().__init__(model, model.gradients)
+        super().__init__(model, model.record)
         self._sync = sync
         self._group = model.group
         self._has_begun = False  # A backward has run.
@@ -341,7 +343,7 @@ class _FSDPUpdate(RankUpdate):
         if local is not None:
             self.start(local)
         if not self._has_begun:
-            self._model.gradients.begin_update()
+            self._model.record.begin_update()
             self._has_begun = True
         self._left = self._left - 1
         self._divisor = divisor
@@ -350,11 +352,11 @@ class _FSDPUpdate(RankUpdate):
             keeps_whole=self._sync.keeps_whole and self._left > 0,
         )
 
-    def agree(self, report: RankReport) -> RankReport:
-        sums = self._exchange(report._replace(fits=self._sync.fits()))
-        self._model.gradients.average_scalars()
-        self._sync.learn(all_fit=sums.fits == self._ranks)
-        return sums
+    def agree(self, report: RankReport) -> list[RankReport]:
+        reports = self.exchange(report._replace(fits=self._sync.fits()))
+        self._model.record.average_scalars()
+        self._sync.learn(all_fit=0.0 not in [each.fits for each in reports])
+        return reports
 
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         if not has_begun:
@@ -373,28 +375,11 @@ class _FSDPUpdate(RankUpdate):
             for _ in () if is_single else self.forwards_without_rows(is_reduced=False):
                 pass
 
-    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
-        """Forgets the gradients of this rank.
+    @property
+    def others_wait(self) -> bool:
+        return self._model.outputs is None
 
-        Tells the other ranks, but not those that wait in the blocks of a forward or a backward.
-        """
-        self._has_agreed |= self._share()
-        is_known = self._has_agreed or isinstance(error, ElsewhereFailure)
-        is_in_block = not is_known and self._model.outputs is None
-        try:
-            if not (is_known or is_in_block):
-                self._take_part(error, divide)
-        finally:
-            self._model.forget_gradients()
-        if is_in_block and isinstance(error, torch.OutOfMemoryError):
-            raise RuntimeError(
-                "this rank ran out of memory where other ranks wait for its shards, so the batch cannot run again in smaller "
-                "pieces: give micro_batch_size a smaller number, as memory.fit finds it"
-            )
-        return self._has_agreed
-
-    def _take_part(self, error: BaseException, divide: Callable[[], object]) -> None:
-        """Takes part in what the other ranks run, without rows, and tells them in the end."""
+    def take_part(self, divide: Callable[[], object]) -> None:
         present = [reference() for reference in self._model.outputs or ()]
         outputs = [output for output in present if output is not None]
         with torch.enable_grad():
@@ -404,18 +389,15 @@ class _FSDPUpdate(RankUpdate):
                 divide()
                 divide = bool
                 self.backward([zero], self._divisor, None)
+
+    def _tell_end(self, error: BaseException, report: RankReport) -> None:
         if self._is_at_end:
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
+            self.exchange(report)
         else:
             collectives.tell_failure(error, self._group)
 
-    def _exchange(self, report: RankReport) -> RankReport:
-        """Returns the sums of the reports of all ranks. Raises an error if one has failed."""
-        sums = self.exchange(report)
-        if failures := sums.failed or sums.out_of_memory:
-            collectives.raise_failure(failures, self._ranks, not sums.failed)
-        return sums
+    def _forget_gradients(self) -> None:
+        self._model.forget_gradients()
 
 
 @gradient_sync.register
@@ -438,11 +420,10 @@ def _avoid_views(module: nn.Module, inputs: object, output: object) -> object:
     def copied(tensor: Tensor) -> Tensor:
         return tensor.clone() if isinstance(base_of(tensor), nn.Parameter) else tensor
 
-    pairs = [(tensor, base_of(tensor)) for tensor in tensors_of(output)]
-    if [base for _, base in pairs if isinstance(base, nn.Parameter)]:
-        output = map_tensors(copied, output)
-    views = [tensor for tensor, base in pairs if base is not tensor]
-    return watch_output(output) if views else output
+    bases = [(tensor, base_of(tensor)) for tensor in tensors_of(output)]
+    if [1 for tensor, base in bases if tensor is not base or isinstance(base, nn.Parameter)]:
+        return watch_output(map_tensors(copied, output))
+    return output
 
 
 _IN_FORWARD = (
@@ -582,6 +563,7 @@ class ShardedGradients(GradientRecord):
         if self.begins_backward():
             self.compare_blocks()
             if self.is_by_hand:
+                self._refuse_hooks()
                 self.begin_update()
                 self.used.update(
                     number
@@ -589,6 +571,13 @@ class ShardedGradients(GradientRecord):
                     if parameter.grad is not None
                 )
             run_after_backward(self._end)
+
+    def _refuse_hooks(self) -> None:
+        if any(any(torch_private.hooks_of(parameter)) for parameter in self.parameters):
+            raise RuntimeError(
+                "a parameter has a hook of its gradient, which FSDP2 does not call in a backward by hand, expected none: change "
+                "parameter.grad after the backward, or use TrainStep"
+            )
 
     def compare_blocks(self) -> None:
         """Compares the blocks of all ranks if they are new. Raises ``RuntimeError`` if they differ."""
@@ -614,8 +603,8 @@ class ShardedGradients(GradientRecord):
         for parameter in (*self.parameters, *whole):
             if torch_private.will_run(torch_private.accumulator_of(parameter)) is not False:
                 raise RuntimeError(
-                    "gradients of shards were asked for, by torch.autograd.grad or backward(inputs=...), expected a whole "
-                    "backward: call loss.backward(retain_graph=True) and read parameter.grad, which is right with each strategy"
+                    "gradients of shards were asked for, by torch.autograd.grad or backward(inputs=...), which ranks do not "
+                    "share, expected a whole backward: call loss.backward(retain_graph=True) and read parameter.grad"
                 )
 
     def complete(self, slots: Sequence[Slot]) -> None:
@@ -686,23 +675,18 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
     """Returns the blocks of a module that are sharded one by one.
 
-    These are the modules that Hugging Face's ``_no_split_modules`` names, otherwise the repeated
-    blocks, otherwise layers of one class in an ``nn.ModuleList`` or ``nn.Sequential``. A block that
-    shares a parameter with another module belongs to the root.
+    These are the repeated blocks, otherwise layers of one class in an ``nn.ModuleList`` or
+    ``nn.Sequential``. A block that shares a parameter with another module belongs to the root.
     """
     inner = without_compilation(module)
-    blocks = (
-        _named_blocks(inner)
-        or [inner.get_submodule(name) for name in find_blocks(inner)]
-        or _repeated_layers(inner)
-    )
+    blocks = [inner.get_submodule(name) for name in find_blocks(inner)] or _repeated_layers(inner)
     blocks = list(dict.fromkeys(without_compilation(block) for block in blocks))
     uses = _count_uses(inner).items()
     return [block for block in blocks if block is not inner and _count_uses(block).items() <= uses]
 
 
 def shard(
-    module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[[nn.Module], None]
+    module: nn.Module, mesh: DeviceMesh, precision: Precision, prepare: Callable[[nn.Module], None]
 ) -> list[Any]:
     """Shards a module in place over the ranks of a mesh.
 
@@ -720,6 +704,12 @@ def shard(
             "the module was sharded before, which FSDP2 does once, expected one that is not sharded: add heads and adapters "
             "before parallelize, build the module anew and load its state, or use strategy='ddp'"
         )
+    for name, parameter in module.named_parameters():
+        if any(torch_private.hooks_of(parameter)):
+            raise ValueError(
+                f"{name} has a hook of its gradient, which FSDP2 loses with the parameter that it replaces, expected hooks after "
+                f"parallelize: model.module.get_parameter({name!r}).register_hook(...)"
+            )
     half = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
     units = [*find_sharded_blocks(module), without_compilation(module)]
     scalars = {parameter for parameter in module.parameters() if not parameter.dim()}
@@ -734,17 +724,6 @@ def shard(
         fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=scalars)
         cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)  # gloo has no averages
     return units
-
-
-def _named_blocks(module: nn.Module) -> list[nn.Module]:
-    names = {
-        name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()
-    }
-    blocks = [
-        part for part in module.modules() if type(part).__name__ in names and part is not module
-    ]
-    inside = {id(part) for block in blocks for part in block.modules() if part is not block}
-    return [block for block in blocks if id(block) not in inside]
 
 
 def _repeated_layers(module: nn.Module) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,35 +52,23 @@ class TorchrunEnvironment(NamedTuple):
         """
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return None
-        missing = [name for name in (*_NUMBERS, "MASTER_ADDR") if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f"torchrun's environment lacks {', '.join(missing)}: start the script with torchrun, or unset RANK and WORLD_SIZE"
-            )
-        try:
-            rank, world_size, local_rank, local_world_size, port = (
-                int(os.environ[name]) for name in _NUMBERS
-            )
-        except ValueError as error:
-            values = ", ".join(f"{name}={os.environ[name]!r}" for name in _NUMBERS)
-            raise ValueError(f"torchrun's environment has {values}, expected integers") from error
-        if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
-            raise ValueError(
-                f"torchrun's environment has RANK={rank} of WORLD_SIZE={world_size} and LOCAL_RANK={local_rank} of "
-                f"LOCAL_WORLD_SIZE={local_world_size}, expected each rank below its world's size"
-            )
-        if not 0 < port < 2**16:
-            raise ValueError(f"torchrun's environment has MASTER_PORT={port}, expected 1 to 65535")
-        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(
-            rank,
-            world_size,
-            local_rank,
-            local_world_size,
-            os.environ["MASTER_ADDR"],
-            port,
-            shares_store,
+        values = {name: os.environ.get(name) for name in (*_NUMBERS, "MASTER_ADDR")}
+        wrong = ValueError(
+            f"torchrun's environment has {values}, expected an address, and integers: ranks below their world's size, a port "
+            "from 1 to 65535. Start the script with torchrun, or unset RANK and WORLD_SIZE"
         )
+        address = values.pop("MASTER_ADDR")
+        try:
+            rank, ranks, local_rank, local_ranks, port = (
+                int(value or "") for value in values.values()
+            )
+        except ValueError:
+            raise wrong from None
+        is_possible = 0 <= rank < ranks and 0 <= local_rank < local_ranks <= ranks
+        if not (address and is_possible and 0 < port < 2**16):
+            raise wrong
+        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(rank, ranks, local_rank, local_ranks, address, port, shares_store)
 
 
 def rank_device(
@@ -171,7 +159,7 @@ RELEASE_SECONDS = 0.2
 _NAME = "balanced_parallel"
 
 
-def store_of_this_start(environment: TorchrunEnvironment, timeout: timedelta | None) -> Any:
+def store_of_this_start(environment: TorchrunEnvironment, timeout: timedelta | None) -> PrefixStore:
     """Returns torchrun's store behind a prefix that rank 0 has made up for this start.
 
     Each process counts its start in the store. Rank 0 answers to the newest start of each rank,

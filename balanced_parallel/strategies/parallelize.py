@@ -40,7 +40,6 @@ class RankModule(NamedTuple):
     module: nn.Module
     criterion: DataParallelCriterion | None
     device: torch.device  # the one of this rank
-    environment: TorchrunEnvironment
     mesh: DeviceMesh | None
     settings: RowSettings
 
@@ -59,9 +58,9 @@ def _replicate(on_rank: RankModule) -> ParallelModel:
 
 
 def _shard(on_rank: RankModule) -> ParallelModel:
-    module, _, device, environment, mesh, settings = on_rank
+    module, _, device, mesh, settings = on_rank
     if mesh is None:
-        mesh = make_mesh(module, device, environment)
+        mesh = init_device_mesh(device.type, (world_size(),), mesh_dim_names=("shards",))
     return ShardedModel(module, mesh, device, **settings)
 
 
@@ -135,8 +134,6 @@ def parallelize(
             is ``"fsdp"`` if the model is too large for one device, and the reason is logged: it
             compares parameters, gradients and AdamW's state with half of the free memory of the
             device, and the other half is for activations, which :func:`memory.estimate` predicts.
-            FSDP over several hosts shards over the devices of each host and copies over the hosts,
-            if a host has room for a copy.
         mesh: a ``DeviceMesh`` with the ranks that share a batch, such as ``mesh["data"]``, if
             others compute with the same rows (tensor or context parallelism); ``None`` is all
             ranks. It has one dimension, or for ``"fsdp"`` two: copies and shards. Each rank belongs
@@ -198,8 +195,8 @@ def parallelize(
         device = rank_device(environment, device_ids)
         join_process_group(environment, device)
         collectives.share_batches(group_of(mesh, strategy))
-        on_rank = RankModule(module, wrapped, device, environment, mesh, settings)
-        model = _rank_model(on_rank, strategy)
+        on_rank = RankModule(module, wrapped, device, mesh, settings)
+        model = _rank_model(on_rank, strategy, environment.local_world_size)
     return model if wrapped is None else _Pair((model, wrapped))
 
 
@@ -216,8 +213,8 @@ class _Pair(tuple[ParallelModel, DataParallelCriterion]):
 _BOTH = "parallelize was given a criterion and returned a pair, expected model, criterion = parallelize(...)"
 
 
-def _rank_model(on_rank: RankModule, strategy: str) -> ParallelModel:
-    module, criterion, device, environment, mesh, settings = on_rank
+def _rank_model(on_rank: RankModule, strategy: str, local_ranks: int) -> ParallelModel:
+    module, criterion, device, mesh, settings = on_rank
     is_frozen = criterion is None and not any(
         parameter.requires_grad for parameter in module.parameters()
     )
@@ -229,7 +226,7 @@ def _rank_model(on_rank: RankModule, strategy: str) -> ParallelModel:
     refuse_rescaled(rescaled_embeddings(module))
     if strategy == "auto":
         has_copies = mesh is not None and mesh.ndim == 2
-        strategy = "fsdp" if has_copies else choose_strategy(module, device, environment)
+        strategy = "fsdp" if has_copies else choose_strategy(module, device, local_ranks)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
     return OVER_RANKS[strategy].wrap(on_rank)
@@ -280,36 +277,22 @@ def detect_ranks(strategy: str) -> TorchrunEnvironment | None:
 
 
 def choose_strategy(
-    module: nn.Module, device: torch.device, environment: TorchrunEnvironment
+    module: nn.Module, device: torch.device, local_ranks: int
 ) -> Literal["ddp", "fsdp"]:
     """Returns the strategy for ``"auto"`` with several ranks, the same on all of them, and logs the
     reason.
+
+    ``local_ranks`` is the number of ranks on this machine, which share its memory on CPUs.
     """
     needed = state_bytes(module)
     limit = free_bytes(device) // 2
     if not is_accelerator(device):
-        limit //= environment.local_world_size
+        limit //= local_ranks
     strategy: Literal["ddp", "fsdp"] = "fsdp" if max_over_ranks(needed > limit) else "ddp"
     if rank() == 0:
         message = "strategy='auto' is %r: under 'ddp' a rank needs %s (parameters, gradients and AdamW's state) of %s"
         _log.info(message, strategy, format_bytes(needed), format_bytes(limit))
     return strategy
-
-
-def make_mesh(
-    module: nn.Module, device: torch.device, environment: TorchrunEnvironment
-) -> DeviceMesh:
-    """Returns the device mesh of the ranks: shards over one host and copies over the hosts, if a
-    host has room for a copy.
-    """
-    ranks = world_size()
-    local = environment.local_world_size
-    fits = not is_accelerator(device) or state_bytes(module) // local <= free_bytes(device) // 2
-    if 1 < local < ranks and ranks % local == 0 and not max_over_ranks(not fits):
-        return init_device_mesh(
-            device.type, (ranks // local, local), mesh_dim_names=("copies", "shards")
-        )
-    return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
 
 
 def state_bytes(module: nn.Module) -> int:

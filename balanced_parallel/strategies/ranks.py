@@ -7,11 +7,9 @@ row in their place, and nothing of it is left but the structure of the output.
 
 import abc
 import contextlib
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -31,7 +29,7 @@ from ..replicas.batchnorm import begin_forward, meets_others
 from ..replicas.module_tree import copy_state, numbers_of
 from ..replicas.replicas import without_trace
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import OnCollective, gather_objects, refuse_renorm
+from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects, refuse_renorm
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
@@ -57,6 +55,7 @@ class RankModel(ParallelModel):
     """
 
     units: Sequence[Any] = ()  # the modules that FSDP2 shards
+    record: "GradientRecord"
 
     def _set_rows(
         self,
@@ -77,14 +76,12 @@ class RankModel(ParallelModel):
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
         self._of_criterion: list[dict[str, Tensor | None]] = []
-        self._entries: list[tuple[bool, list[str]]] = []  # Ranks with rows, and what they wrote.
         self.has_advanced = False  # Numbers of a rank without rows, in this update.
         self.has_numbers = any(map(numbers_of, self.module.modules()))
         # Parameters in the first run of a method, and their memory before it.
         self._whole: dict[str, tuple[int, Tensor]] = {}
         self.written: set[str] = set()  # Parameters that a forward writes.
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
-        self._note_parameters()
 
     def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
         (shard,) = shards
@@ -102,43 +99,21 @@ class RankModel(ParallelModel):
         with shard.context():
             return self._watched_run(None, arguments, rows, in_step=True)
 
-    def _places(self) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
-        """Yields the parameters, by the layer that has them and their name there."""
-        module: Any = torch_private.children_of(self)["module"]
-        for layer in module.modules():
-            for name, parameter in layer.named_parameters(recurse=False):
-                yield (layer, name), parameter
-
-    def _note_parameters(self) -> None:
-        """Notes the parameters, and those and the children of each layer: to look for them in each
-        update takes longer.
-        """
-        self._parameters_at_start = dict(self._places())
-        tables = torch_private.parameters_of, torch_private.children_of
-        self._tables = [of(layer) for layer in self.module.modules() for of in tables]
-        self._at_start = [*itertools.chain(*[table.values() for table in self._tables])]
-
-    def has_changed(self) -> bool:
-        """Returns True if a layer has another parameter or another child than at the start."""
-        present = itertools.chain(*[table.values() for table in self._tables])
-        return [*map(id, present)] != [*map(id, self._at_start)]
-
-    def refuse_late_parameters(self) -> None:
+    def refuse_unshared(self) -> None:
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
-        at_start = self._parameters_at_start
-        for place, parameter in self._places():
-            is_late = at_start.get(place) is not parameter and parameter.requires_grad
+        shared = {*map(id, self.record.parameters)}
+        for name, parameter in self.module.named_parameters():
+            is_late = parameter.requires_grad and id(parameter) not in shared
             # FSDP2 puts gathered parameters in the place of shards.
             if is_late and not torch_private.is_gathered(parameter, self.units):
-                names = [n for n, each in self.module.named_parameters() if each is parameter]
                 raise ValueError(
-                    f"the parameter {names[0]} came after parallelize, so that the ranks would not share its gradient, expected "
-                    "parallelize again, of the module as it is now"
+                    f"the parameter {name} came after parallelize, or was frozen there, so that the ranks would not share its "
+                    "gradient, expected parallelize again, of the module as it is now"
                 )
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
         if torch.is_grad_enabled():
-            self.refuse_late_parameters()
+            self.refuse_unshared()
         entered = map_tensors(collectives.enter, arguments)
         return self._watched_run(method, entered, count_rows(entered, self.dim))
 
@@ -215,28 +190,26 @@ class RankModel(ParallelModel):
     def _take_write(self, name: str) -> None:
         self.written.add(name)
 
-    def share_buffers(self, count: float = 0, writes: float = 0) -> None:
+    def share_buffers(self, with_rows: Sequence[float] = (), writes: float = 0) -> None:
         """Gives all ranks the buffers of the first rank that has had rows since the last time.
 
-        ``count`` ranks have had rows; 0 if that is unknown. If some have had none, parameters that
-        the forwards of the others write are shared too.
+        ``with_rows`` tells which ranks have; they are asked without it. If some have not, parameters
+        that the forwards of ``writes`` ranks write are shared too.
         """
         parts = *self._of_layers, *self._of_criterion
         tensors = [each for part in parts for each in part.values() if each is not None]
-        is_full = count == collectives.world_size()
-        if tensors or (writes and not is_full):
-            entry = self.has_rows, [] if is_full else [*self.written]
-            # A call that has failed goes on from where the other ranks are.
-            self._entries = self._entries or ([entry] if is_full else gather_objects(entry))
-            sources = [rank for rank, (is_source, _) in enumerate(self._entries) if is_source]
-            for source in sources[:1]:
-                tensors += map(self.module.get_parameter, self._entries[source][1])
-                group = collectives.batch_group() or dist.group.WORLD
-                torch_private.broadcast(tensors, source, group)
-        self._entries = []
+        if tensors and not with_rows:
+            with_rows = gather_objects(self.has_rows)
+        is_full = all(with_rows)
+        if any(with_rows) and (tensors or (writes and not is_full)):
+            source = with_rows.index(True)
+            if writes and not is_full:
+                tensors += map(self.module.get_parameter, gather_objects([*self.written])[source])
+            group = collectives.batch_group() or dist.group.WORLD
+            torch_private.broadcast(tensors, source, group)
         self.has_rows = self.has_advanced = False
 
-    def share_state(self, criterion: Any) -> None:
+    def share_state(self, criterion: object) -> None:
         """Shares the buffers of a criterion too."""
         parts = criterion.modules() if isinstance(criterion, nn.Module) else ()
         self._of_criterion = [*filter(None, map(torch_private.buffers_of, parts))]
@@ -300,25 +273,17 @@ class RankSync(GradientSync):
 
 
 class RankReport(NamedTuple):
-    """Numbers that the ranks sum at the end of an update.
-
-    A strategy leaves those of others at 0.
-    """
+    """Numbers that each rank tells the others at the end of an update."""
 
     total: float = 0.0  # The sum of the losses.
     weight: float = 0.0
     digest: float = 0.0  # The settings.
-    square: float = 0.0  # The square of the digest.
-    formulas: float = 0.0  # Ranks with a formula of the loss: their number is that of a digest.
-    formula: float = 0.0
-    formula_square: float = 0.0
-    # Numbers of ranks follow.
+    formula: float = 0.0  # The digest of a formula of the loss; 0 without one.
     has_rows: float = 0.0
-    writes: float = 0.0  # Ranks with a forward that writes to parameters.
-    has_unused: float = 0.0  # Ranks with unused parameters.
-    out_of_memory: float = 0.0
-    failed: float = 0.0  # Ranks that failed for another reason.
-    fits: float = 0.0  # Ranks where whole gradients fit.
+    writes: float = 0.0  # A forward writes to parameters.
+    has_unused: float = 0.0  # Parameters are unused.
+    failure: float = 0.0  # 1 for an out of memory, 2 for another failure.
+    fits: float = 0.0  # Whole gradients fit.
 
 
 class GradientRecord:
@@ -365,16 +330,12 @@ class GradientRecord:
         return True
 
     def forget_unused(self) -> None:
-        """Sets the gradients of parameters that no rank has used to None. All ranks call this.
-
-        A rank that has used all does not wait for the others.
-        """
+        """Sets the gradients of parameters that no rank has used to None. All ranks call this."""
         is_used = [number in self.used for number in range(len(self.parameters))]
         counts = torch.tensor(is_used, dtype=torch.int32)
-        wait = collectives.start_sum(counts, self.group)
-        if len(self.used) < len(self.parameters):
-            counted = zip(self.parameters, wait().tolist(), strict=True)
-            forget_gradients([parameter for parameter, count in counted if not count])
+        total = collectives.sum_over_ranks(counts, self.group).tolist()
+        counted = zip(self.parameters, total, strict=True)
+        forget_gradients([parameter for parameter, count in counted if not count])
 
 
 _records: weakref.WeakSet[GradientRecord] = weakref.WeakSet()  # The records of all models.
@@ -392,46 +353,60 @@ class RankUpdate(UpdateSync):
         self._ranks = collectives.world_size(record.group)
         # Returns loss and weight of this rank, on the host.
         self._local: Callable[[], Tensor] | None = None
+        self._has_reports = False  # The ranks have ended the reduction, and none has failed.
         self._has_agreed = False  # All ranks go on to their optimizers.
-        # Numbers of ranks, with rows and with written parameters, if buffers are to be shared.
-        self._unshared: tuple[float, float] | None = None
+        # Ranks with rows, and a number of those that write to parameters, if buffers are to be shared.
+        self._unshared: tuple[Sequence[float], float] | None = None
+
+    @property
+    @abc.abstractmethod
+    def others_wait(self) -> bool:
+        """True if other ranks wait for this one in a forward or a backward, where none can be told."""
 
     @abc.abstractmethod
-    def agree(self, report: RankReport) -> RankReport:
-        """Completes the report of this rank, and ends the reduction.
+    def take_part(self, divide: Callable[[], object]) -> None:
+        """Takes part in the reduction of the others after a failure. Nobody uses it.
 
-        Returns the sums of the reports of all ranks.
+        ``divide`` takes part in the choice of the divisor.
         """
 
-    def exchange(self, report: RankReport) -> RankReport:
-        """Returns the sums of the reports of all ranks, which tell if a rank has unused parameters."""
+    def agree(self, report: RankReport) -> list[RankReport]:
+        """Completes the report of this rank, and ends the reduction.
+
+        Returns the reports of all ranks.
+        """
+        return self.exchange(report)
+
+    def exchange(self, report: RankReport) -> list[RankReport]:
+        """Returns the reports of all ranks. Raises an error if one has failed."""
         record = self._record
         report = report._replace(
             has_rows=self._model.has_rows,
             writes=bool(self._model.written),
             has_unused=len(record.used) < len(record.parameters),
         )
-        return collectives.sum_numbers(report, record.group)
+        reports = collectives.gather_numbers(report, record.group)
+        if failures := [each.failure for each in reports if each.failure]:
+            collectives.raise_failure(len(failures), self._ranks, max(failures) == 1)
+        self._has_reports = True
+        return reports
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Ends the reduction, with the sums of loss and weight, and compares the settings."""
         # No micro-batch may have been known to be the last.
         read = self._local or self.start(local)
         present = settings()
-        if self._model.has_changed():
-            trained = filter(attrgetter("requires_grad"), self._model.module.parameters())
-            # A rank without rows has no gradient that tells.
-            if {*map(id, trained)} - {*map(id, self._record.parameters)}:
-                self._model.refuse_late_parameters()
+        self._model.refuse_unshared()
         total = torch.empty_like(local.total)  # Nothing is allocated after the agreement.
         names: list[SumName] = list(local.terms or ())
-        form = digest_names(names) if names else ()
-        sums = self.agree(RankReport(*read().tolist(), *present.digest(), *form))
-        self._unshared = sums.has_rows, sums.writes
-        self._model.share_buffers(*self._unshared)
-        self._unshared = None
-        present.check(sums.digest, sums.square)
-        if sums.formulas * sums.formula_square != sums.formula**2:
+        formula = digest_names(names) if names else 0.0
+        loss, weight = read().tolist()
+        reports = self.agree(RankReport(loss, weight, present.digest(), formula))
+        sums = RankReport._make(map(sum, zip(*reports, strict=True)))
+        self._unshared = [each.has_rows for each in reports], sums.writes
+        self._share()
+        present.check(is_same=len({each.digest for each in reports}) == 1)
+        if len({each.formula for each in reports} - {0.0}) > 1:
             by_rank = [*filter(None, gather_objects(names, self._record.group))]
             for each in by_rank:
                 compare_names(by_rank[0], each)
@@ -440,13 +415,39 @@ class RankUpdate(UpdateSync):
             self._record.forget_unused()
         return LossSum(total.fill_(sums.total), sums.weight)
 
-    def _share(self) -> bool:
-        """Shares buffers after a failure, unless that is done. Returns True if other ranks wait."""
-        if self._unshared is None:
-            return False
-        self._model.share_buffers(*self._unshared)
-        self._unshared = None
-        return True
+    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
+        """Forgets the gradients of this rank, and tells the other ranks, unless they wait for it."""
+        self._has_agreed |= self._unshared is not None  # The others wait for it, and go on.
+        self._share()
+        is_known = self._has_reports or isinstance(error, ElsewhereFailure)
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        others_wait = not is_known and self.others_wait
+        try:
+            if not (is_known or others_wait):
+                self.take_part(divide)
+                with contextlib.suppress(ElsewhereFailure):  # This failure is one, too.
+                    self._tell_end(error, RankReport(failure=1 if is_memory else 2))
+        finally:
+            self._forget_gradients()
+        if others_wait and is_memory:
+            raise RuntimeError(
+                "this rank ran out of memory where others wait for it, so the batch cannot run again in smaller pieces: give "
+                "micro_batch_size a smaller number, as memory.fit finds it"
+            )
+        return self._has_agreed
+
+    def _tell_end(self, error: BaseException, report: RankReport) -> None:
+        """Tells the other ranks at the end of their update."""
+        self.exchange(report)
+
+    def _forget_gradients(self) -> None:
+        forget_gradients(self._record.parameters)
+
+    def _share(self) -> None:
+        """Shares buffers, unless that is done."""
+        if self._unshared is not None:
+            self._model.share_buffers(*self._unshared)
+            self._unshared = None
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:
         """Starts to copy loss and weight to the host."""
@@ -490,7 +491,7 @@ class RankUpdate(UpdateSync):
                 if id(parameter) not in reduced:
                     raise ValueError(
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that "
-                        f"the ranks would not share: make it part of {self.place} that parallelize is given"
+                        f"the ranks would not share: make it part of {self.place} that parallelize is given, not frozen"
                     )
                 gradients.append(parameter.grad)
         return gradients

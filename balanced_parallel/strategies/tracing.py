@@ -18,8 +18,7 @@ engine promises it:
 The other names are the rules of the engine that a trace follows where it imitates a rank:
 :func:`assign_owners` (the rank with the most state), :func:`is_elementwise` (optimizers that need
 whole parameters), :func:`refuse_closures` (one loss per update), :func:`plain_loss` (the loss of a
-plain program), :func:`check_module` (what can be trained),
-:func:`state_bytes` (one host or all).
+plain program), :func:`check_module` (what can be trained).
 """
 
 import dataclasses
@@ -46,7 +45,6 @@ from ..replicas.replicas import Replicas, window
 from ..replicas.workers import run_in_turn
 from ..runtime.streams import SideStreams
 from .fsdp import shard
-from .parallelize import state_bytes
 
 __all__ = [
     "Shard",
@@ -58,7 +56,6 @@ __all__ = [
     "plain_loss",
     "refuse_closures",
     "shard",
-    "state_bytes",
     "window",
 ]
 

@@ -22,7 +22,6 @@ from ..optim.balanced import BalancedOptimizer, refuse_closures
 from ..replicas.owners import ShardedGradient
 from ..runtime.torch_private import (
     count_graph_nodes,
-    foreach_multiply_,
     hooks_of,
     is_sharded,
     local_tensors,
@@ -58,6 +57,8 @@ class ParameterUpdate:
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
         self._parameters: list[Tensor] = []  # Each parameter of the optimizers is here once.
+        # For a scaler: these, and trained parameters of other optimizers. The sharded ones come first.
+        self.param_groups: list[dict[str, list[Tensor]]] = []
         # The gradients after the last add(), with names and version counters.
         self._noted: list[tuple[str, Tensor, int]] = []
         for optimizer in optimizers:
@@ -176,11 +177,8 @@ class ParameterUpdate:
         # The owners' pieces are scaled in place of a gradient that stands for them.
         tensors = [each for each in everywhere.values() if type(each.grad) is not ShardedGradient]
         if scaler is not None:
+            self.param_groups = [{"params": sorted(tensors, key=is_sharded, reverse=True)}]
             scaler.unscale_(cast(Optimizer, self))
-            # Trained parameters of no optimizer here. Another optimizer may use them, so their
-            # gradients are scaled as well.
-            outside = tensors[len(self._parameters) :]
-            _unscale(scaler, [each.grad for each in outside if each.grad is not None])
         sync.multiply(tensors, factor)
         parameters = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
         if parameters and any(
@@ -195,11 +193,6 @@ class ParameterUpdate:
             if gradient is not None:
                 # autograd calls the hooks, and sets the gradient that they return
                 parameter.backward(gradient)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """All parameters, for a scaler, which needs the sharded ones first."""
-        return [{"params": sorted(self._parameters, key=is_sharded, reverse=True)}]
 
     def step(self) -> None:
         """Steps every optimizer, unless the norm of the gradients is above the limit."""
@@ -217,11 +210,6 @@ class ParameterUpdate:
                     "optimizer.step(closure) in a loop of your own"
                 ) from error
         self.has_stepped = True
-
-
-def _unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
-    if gradients:  # get_scale() would wait for the device
-        foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
 
 
 class Claim(NamedTuple):
@@ -244,7 +232,7 @@ _left = WeakIdKeyDictionary()
 _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
 
-def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
+def _drop_claimed(optimizer: Optimizer, *arguments: object) -> None:
     """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of
     an old loop.
     """

@@ -8,17 +8,19 @@ Batches are kept until the update. An update of one micro-batch takes one pass.
 """
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
 from ..loss.copies import Calls
 from ..loss.coupled import CoupledLoss
 from ..loss.sums import LossSum
-from ..runtime.collectives import ElsewhereFailure, tell_failure, world_size
+from ..runtime.collectives import ElsewhereFailure, tell_failure
 from .recovery import retrying_allocations
-from .settings import Settings, Unchecked
+from .settings import Settings
 from .snapshot import Snapshot, explain_writes, record_versions
 from .sync import gradient_sync
 from .update import Accumulation, Attempt, BatchRun, Forwards, Reduced
@@ -29,20 +31,18 @@ class TwoPasses(Attempt):
 
     Args:
         accumulation: runs the second pass.
-        before: for the state that the first pass changes.
+        snapshot: copies the state that the first pass changes.
         is_auto: an out of memory runs all batches again.
-        may_split: several devices, ranks or micro-batches may have the rows of a batch.
     """
 
     def __init__(
-        self, accumulation: Accumulation, before: Snapshot, *, is_auto: bool, may_split: bool
+        self, accumulation: Accumulation, snapshot: Callable[[], Snapshot], *, is_auto: bool
     ) -> None:
         self.sync = accumulation.sync
         self._accumulation = accumulation
         self._forwards = accumulation.forwards
-        self._before = before
+        self._snapshot = snapshot
         self._is_auto = is_auto
-        self._may_split = may_split
         self._runs: list[BatchRun] = []
         self._loss: CoupledLoss | None = None
         self._has_begun = False  # The ranks have agreed on the number of passes.
@@ -67,7 +67,9 @@ class TwoPasses(Attempt):
             and len(self._accumulation.plan(self._runs[0])) == 1
         )
         self._loss = loss = kind.loss(
-            self._forwards.copies, home, is_split=self._may_split or not is_single
+            self._forwards.copies,
+            home,
+            is_split=self._is_auto or self._forwards.may_split or not is_single,
         ).of_model(self._forwards.model)
         self._is_single = bool(self.sync.smallest(is_single))
         self._has_begun = True
@@ -86,11 +88,6 @@ class TwoPasses(Attempt):
         for run in self._runs:
             learned = self._accumulation.kind.learned(self._forwards.copies, loss)
             self._accumulation.run_again(run, learned, loss.hand_back)
-
-    def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
-        """Runs what was kept, and reduces all gradients. All ranks call this."""
-        self.run_kept()
-        return self.reduce(settings)
 
     def reduce(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients."""
@@ -112,8 +109,8 @@ class TwoPasses(Attempt):
 
         Random numbers and buffers are put back.
         """
-        self._before.take()
-        python = random.getstate()
+        before = self._snapshot()
+        python, of_numpy = random.getstate(), np.random.get_state()
         recorded = [entry for run in self._runs for entry in record_versions(run.batch)]
         try:
             with torch.no_grad():
@@ -128,12 +125,13 @@ class TwoPasses(Attempt):
                 )
             raise
         finally:
-            self._before.restore()
+            before.restore()
         if writes := explain_writes(recorded):
             raise RuntimeError(
                 f"a loss whose rows depend on each other takes two forwards: {writes}"
             )
         random.setstate(python)
+        np.random.set_state(of_numpy)
 
     def _differentiate(self, loss: CoupledLoss) -> None:
         """Computes the derivatives of the loss of all ranks, after all of them have run their
@@ -193,6 +191,6 @@ def begin_update(forwards: Forwards, last: Reduced | None = None) -> Attempt:
     accumulation = Accumulation(forwards, sync, kind, last.weight if last else 0.0)
     if kind.passes == 1:
         return accumulation
-    before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
-    may_split = forwards.limit.value is not None or len(model.devices) * world_size() > 1
-    return TwoPasses(accumulation, before, is_auto=False, may_split=may_split)
+    devices = [*model.devices, *(criterion.devices or ())]
+    snapshot = functools.partial(Snapshot, [model, criterion], devices)
+    return TwoPasses(accumulation, snapshot, is_auto=False)

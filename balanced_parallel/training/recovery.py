@@ -35,7 +35,7 @@ class Recovery:
 
     Args:
         attempt: returns an attempt with a synchronisation.
-        before: for the state that an attempt changes.
+        snapshot: copies the state that an attempt changes.
         limit: of micro-batches, which is lowered.
     """
 
@@ -44,12 +44,11 @@ class Recovery:
         attempt: Callable[[UpdateSync], Attempt],
         strategy: GradientSync,
         forwards: Forwards,
-        before: Snapshot,
+        snapshot: Callable[[], Snapshot],
         limit: Limit,
     ) -> None:
         self._attempt = attempt
         self._strategy = strategy
-        self._before = before
         self._limit = limit
         self._devices = forwards.model.devices
         self._shares: int | Sequence[float] = forwards.model.split or len(self._devices)
@@ -60,7 +59,7 @@ class Recovery:
         self._reason = ""  # why memory was too small in this attempt
         self._is_local = False  # True for a forward or a backward of this rank.
         with RetriedAllocations():
-            before.take()
+            self._before = snapshot()
         self._sync = strategy.open()
         self._work: Attempt | None = None  # opened where an out of memory is kept
 
@@ -78,7 +77,6 @@ class Recovery:
             if reduced is not None:
                 break
             self._restart()
-        self._before.learn()
         if self._tried and rank() == 0:
             tried = ", then ".join(f"{size:g}" for size in self._tried)
             kind = "rows" if self._limit.unit == "rows" else "of cost"
@@ -181,7 +179,7 @@ class RetriedAllocations(TorchDispatchMode):
     """
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self, function: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         # The traceback is released before memory is.
@@ -191,7 +189,7 @@ class RetriedAllocations(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def retrying_allocations(devices: Sequence[torch.device]) -> AbstractContextManager[Any]:
+def retrying_allocations(devices: Sequence[torch.device]) -> AbstractContextManager[object]:
     """Returns a :class:`RetriedAllocations` for accelerators, which have a cache."""
     return (
         RetriedAllocations()

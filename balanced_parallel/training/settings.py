@@ -25,7 +25,7 @@ from ..batch.rows import ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import unwrap
 from ..optim.balanced import BalancedOptimizer
-from ..runtime.collectives import compare_ranks, facts_of_process, max_over_ranks, world_size
+from ..runtime.collectives import compare_ranks, facts_of_process, max_over_ranks
 from ..runtime.torch_private import buffers_of, uncompiled_name, versions
 from ..runtime.values import Precision
 
@@ -57,7 +57,7 @@ class Settings:
     arguments: Mapping[str, Hashable]  # Settings of the step, by their names in an error.
     before: LastUpdate
 
-    @property
+    @functools.cached_property
     def has_loaded(self) -> bool:
         """True if an optimizer has another state than after the last update."""
         states = [optimizer.state for optimizer in self.state.optimizers]
@@ -85,11 +85,8 @@ class Settings:
                 facts |= _settings(values, f" of param group {index}{of}")
         compare_ranks(facts, expected, self._lines())
 
-    def digest(self) -> list[float]:
-        """Returns a number of 20 bits for the settings that may change, and its square.
-
-        No device is read.
-        """
+    def digest(self) -> float:
+        """Returns a number for the settings that may change. No device is read."""
         has_written = versions([*self.state.trained.values()]) != [*self.before.versions]
         values = [
             bool(self.before.failure),
@@ -108,15 +105,12 @@ class Settings:
                 values[place] = value.item()
             elif not isinstance(value, (int, float)):
                 values[place] = 0
-        # Numbers have the same hash in each process. Sums over 8192 ranks are exact in float64.
-        number = hash(tuple(values)) % 2**20
-        return [float(number), float(number * number)]
+        # Numbers have the same hash in each process. It is exact in float64.
+        return float(hash(tuple(values)) % 2**53)
 
-    def check(self, total: float, squares: float) -> None:
-        """Compares again if these sums over all ranks of :meth:`digest` are not of equal numbers,
-        or all ranks have loaded.
-        """
-        if self.has_loaded or world_size() * int(squares) != int(total) ** 2:
+    def check(self, *, is_same: bool) -> None:
+        """Compares again unless :meth:`digest` is the same on all ranks, or if all have loaded."""
+        if self.has_loaded or not is_same:
             self.compare(
                 "the same settings on all of them. Nothing was updated: set them alike, or go on from a checkpoint on all ranks"
             )
@@ -165,11 +159,11 @@ class Unchecked(Settings):
     def __init__(self) -> None:
         """Takes nothing."""
 
-    def digest(self) -> list[float]:
-        """Returns numbers that are the same on all ranks."""
-        return [0.0, 0.0]
+    def digest(self) -> float:
+        """Returns a number that is the same on all ranks."""
+        return 0.0
 
-    def check(self, total: float, squares: float) -> None:
+    def check(self, *, is_same: bool) -> None:
         """Compares nothing."""
 
 

@@ -3,107 +3,41 @@ a model writes in place.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..batch.containers import leaves
 from ..batch.rows import Batch, move_leaves
-from ..replicas.module_tree import numbers_of
-from ..runtime import torch_private
+from ..replicas.module_tree import copy_state
 from ..runtime.random_numbers import RandomState
-from ..runtime.torch_private import buffers_of, parameters_of, versions
+from ..runtime.torch_private import parameters_of, versions
 
 
 class Snapshot:
-    """Copies of what the forwards of an update change, in the same memory each time: buffers and
-    numbers of modules, and random numbers.
+    """A copy of what the forwards of an update change: buffers and numbers of modules, and random
+    numbers.
 
-    Copies of all parameters would take too much memory. ``uncopied`` are those without a copy, with
-    their version counters: all, but for those that the forwards of an update have written before,
-    such as those of a momentum encoder.
+    Copies of parameters would take too much memory. ``uncopied`` are these with their version
+    counters: a forward that has written one cannot run again.
     """
 
-    def __init__(self, modules: Iterable[Any], devices: Sequence[torch.device]) -> None:
-        self._modules = list(modules)
-        self._devices = list(devices)
-        self._buffers: list[
-            tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
-        ] = []  # The dictionary of each module, and a copy of it.
-        self._copies: list[Tensor] = []
-        self._kinds: list[tuple[Any, ...]] = []
-        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._random: RandomState | None = None
-        self._written: dict[int, Tensor] = {}  # parameters, by id
-        self.uncopied: list[tuple[Tensor, int]] = []
-
-    def __reduce__(self) -> Any:  # a copy has nothing to put back
-        return Snapshot, (self._modules, self._devices)
-
-    def take(self) -> None:
-        """Copies the present state."""
-        self._random = RandomState(self._devices)
-        parts = [part for module in self._modules for part in module.modules()]
-        self._buffers = [(buffers_of(part), buffers_of(part).copy()) for part in parts]
-        self._numbers = [(vars(part), numbers_of(part)) for part in parts]
+    def __init__(self, modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
+        self._random = RandomState(devices)
+        parts = [part for module in modules for part in module.modules()]
+        self._restores = [copy_state(module) for module in modules]
         # rescaling twice changes nothing
         stable = [parameters_of(part) for part in parts if not getattr(part, "max_norm", None)]
-        parameters = [
-            each
-            for part in stable
-            for each in part.values()
-            if each is not None and id(each) not in self._written
-        ]
+        parameters = [each for part in stable for each in part.values() if each is not None]
         self.uncopied = list(zip(parameters, versions(parameters), strict=True))
-        buffers = self._tensors()
-        kinds = [(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
-        with torch.no_grad():
-            if kinds == self._kinds:
-                torch_private.foreach_copy_(self._copies, buffers)
-            else:
-                # a clone may run out of memory
-                self._kinds = []
-                self._copies = [buffer.clone() for buffer in buffers]
-                self._kinds = kinds
 
     def restore(self) -> None:
-        """Puts the state back.
-
-        Buffers that a forward has replaced are the former tensors again, those it has added are
-        gone.
-
-        Raises ``RuntimeError`` if a parameter was written of which there is no copy.
-        """
-        if self._random is not None:
-            self._random.restore()
-        for part, before in self._buffers:
-            part.clear()
-            part.update(before)
-        for attributes, numbers in self._numbers:
-            attributes.update(numbers)
-        with torch.no_grad():
-            torch_private.foreach_copy_(self._tensors(), self._copies)
+        """Puts the state back. Raises ``RuntimeError`` if a parameter was written."""
+        self._random.restore()
+        for restore in self._restores:
+            restore()
         if writes := explain_writes(self.uncopied):
             raise RuntimeError(writes)
-
-    def learn(self) -> None:
-        """Notes the parameters that were written since :meth:`take`, which copies them from now on."""
-        now = versions([parameter for parameter, _ in self.uncopied])
-        self._written |= {
-            id(each): each
-            for (each, before), after in zip(self.uncopied, now, strict=True)
-            if before != after
-        }
-
-    def _tensors(self) -> list[Tensor]:
-        buffers = [
-            buffer
-            for _, before in self._buffers
-            for buffer in before.values()
-            if buffer is not None
-        ]
-        return [*buffers, *self._written.values()]
 
 
 def record_versions(batch: Batch) -> list[tuple[Tensor, int]]:

@@ -183,14 +183,13 @@ class TrainStep(SaysInstead):
         criterion.to(self.model.devices[0])
         self.reproducible = reproducible
         devices = [*self.model.devices, *(criterion.devices or ())]
-        # Forwards without a graph are undone.
-        self._before_pass = Snapshot([model, criterion], devices)
+        self._snapshot = functools.partial(Snapshot, [model, criterion], devices)
         arithmetic = Arithmetic
         if reproducible:
             from ..reproducible.exact import ARITHMETIC
 
             arithmetic = ARITHMETIC[reproducible]
-        self._arithmetic = arithmetic(self.model, criterion, cut, self._before_pass)
+        self._arithmetic = arithmetic(self.model, criterion, cut, self._snapshot)
         self._arithmetic.check(each_optimizer(optimizer), micro_batch_size)
         self.criterion = criterion
         self.optimizer = optimizer
@@ -226,7 +225,6 @@ class TrainStep(SaysInstead):
         # Batches may show another kind.
         self._kind = self._first_kind()
         self._reduction = getattr(criterion.module, "reduction", None)
-        self._before_update = Snapshot([model, criterion], devices)  # An update may run again.
         self._has_compared = False  # the settings of the ranks
         self._weight_before = 0.0  # The weight of the last update, over everything.
         self._last = LastUpdate()
@@ -397,7 +395,7 @@ class TrainStep(SaysInstead):
         except BaseException as error:
             collectives.tell_failure(error)
             raise
-        if self._may_split or not is_last:
+        if self._is_auto or self._forwards.may_split or not is_last:
             _warn_of_hooks(self.model)
         self._has_compared = True
 
@@ -414,7 +412,7 @@ class TrainStep(SaysInstead):
         open_work: Callable[[], Work] = attempt
         if self._is_auto:
             open_work = functools.partial(
-                Recovery, attempt, self._strategy, self._forwards, self._before_update, self._limit
+                Recovery, attempt, self._strategy, self._forwards, self._snapshot, self._limit
             )
         if (number_rows := self._arithmetic.number_rows) is None:
             return Update(open_work(), optimizers)
@@ -433,9 +431,7 @@ class TrainStep(SaysInstead):
         )
         if self._kind.passes == 1:
             return accumulation
-        return TwoPasses(
-            accumulation, self._before_pass, is_auto=self._is_auto, may_split=self._may_split
-        )
+        return TwoPasses(accumulation, self._snapshot, is_auto=self._is_auto)
 
     def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
         reduced = update.finish(self._settings)
@@ -476,15 +472,6 @@ class TrainStep(SaysInstead):
         if self.scheduler is not None and optimizers.has_stepped:
             step_schedulers(each_scheduler(self.scheduler))
         return reduced.loss
-
-    @property
-    def _may_split(self) -> bool:
-        """A single batch may run in several forwards."""
-        return (
-            self._is_auto
-            or self._limit.value is not None
-            or len(self.model.devices) * collectives.world_size() > 1
-        )
 
     def _settings(self) -> Settings:
         arguments: dict[str, Hashable] = {
@@ -595,7 +582,7 @@ class TrainStep(SaysInstead):
     def digest(self) -> str:
         """Returns a digest of the parameters of model and criterion: names, dtypes, shapes and bits.
 
-        It is that of a checkpoint of this step. Two runs with one digest have the same parameters.
+        It is that of a checkpoint of this step without shards. Two runs with one digest have the same parameters.
         Under torchrun every rank must call this.
         """
         return self._state().digest()

@@ -47,7 +47,7 @@ from ..loss.kinds import Kind, OneCount
 from ..loss.names import SumName, compare_names
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
-from ..runtime.collectives import ElsewhereFailure, tell_failure
+from ..runtime.collectives import ElsewhereFailure, tell_failure, world_size
 from ..runtime.devices import move, start_copy
 from ..runtime.torch_private import NO_RANGE, is_compiled, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, forget_gradients, scaled
@@ -141,6 +141,8 @@ class Attempt(Work, Protocol):
 
     def finish(self, settings: Callable[[], Settings] = Unchecked) -> Reduced:
         """Runs what was kept, and reduces all gradients. All ranks call this."""
+        self.run_kept()
+        return self.reduce(settings)
 
     def run_kept(self) -> None:
         """Runs what was kept, the first part of :meth:`finish`. All ranks call this."""
@@ -205,6 +207,12 @@ class Forwards:
         self._prepare = prepare
         state = ForwardState(model.module, criterion.module)
         self.state = None if state.is_empty else state
+
+    @property
+    def may_split(self) -> bool:
+        """True if a single batch may run in several forwards."""
+        devices = len(self.model.devices) * world_size()
+        return self.limit.value is not None or devices > 1
 
     def mark(self, inputs: Any, targets: Any) -> tuple[Arguments, Arguments, tuple[int, int]]:
         """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
@@ -465,7 +473,8 @@ class Accumulation(Attempt):
                 self._names = self._names or names
                 compare_names(self._names, names)
         weight = _sum(weights, self._device)
-        self._add_weight(weight)
+        if isinstance(weight, Tensor) or weight:
+            self._add_weight(weight)
         if self._divisor is None:
             expected = _sum([self._weight, weight * followers], self._device)
             self._divisor = (
@@ -480,11 +489,10 @@ class Accumulation(Attempt):
 
     def _add_weight(self, weight: Weight) -> None:
         """Adds a weight. A sum on a device starts its way to the host."""
-        if isinstance(weight, Tensor) or weight:
-            self._weight = _sum([self._weight, weight], self._device)
-            self._weight_on_host = (
-                start_copy(self._weight) if isinstance(self._weight, Tensor) else self._weight
-            )
+        self._weight = _sum([self._weight, weight], self._device)
+        self._weight_on_host = (
+            start_copy(self._weight) if isinstance(self._weight, Tensor) else self._weight
+        )
 
 
 @dataclass(frozen=True)
@@ -494,13 +502,13 @@ class Arithmetic:
 
     Args:
         model, criterion, cut: those of the step.
-        before: its snapshot before forwards that are undone.
+        snapshot: copies its state before forwards that are undone.
     """
 
     model: ParallelModel
     criterion: DataParallelCriterion
     cut: Cut | None
-    before: Snapshot
+    snapshot: Callable[[], Snapshot]
     # The class that runs the batches of an update.
     accumulation: ClassVar[type[Accumulation]] = Accumulation
     # Clips gradients, and returns their norm before.

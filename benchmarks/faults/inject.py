@@ -136,7 +136,7 @@ class Fault:
         balanced_parallel.TrainStep.__call__ = step  # type: ignore[method-assign]
         balanced_parallel.RankBatchSampler.__iter__ = batches  # type: ignore[method-assign]
         nn.Linear.forward = linear  # type: ignore[method-assign]
-        collectives.sum_numbers = exchanging(collectives.sum_numbers)
+        collectives.gather_numbers = exchanging(collectives.gather_numbers)
         collectives.sum_over_ranks = exchanging(collectives.sum_over_ranks)  # with --reproducible bits
         checkpoint.Writer.write_data = write_data  # type: ignore[method-assign]
         checkpoint.Writer.finish = complete  # type: ignore[method-assign]

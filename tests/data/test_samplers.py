@@ -127,7 +127,7 @@ def test_a_position_with_other_micro_batches_or_of_an_older_checkpoint_continues
 def test_a_sampler_that_cuts_by_cost_has_no_micro_batches():
     with pytest.raises(
         TypeError,
-        match="unexpected keyword argument 'micro_batch_size', expected one of costs, batch_size",
+        match="unexpected keyword argument 'micro_batch_size', expected .*\\(costs, batch_size",
     ):
         BalancedBatchSampler(LENGTHS, 8, micro_batch_size=2)
     assert make_balanced_samplers(2)[0].micro_batch_size is None

@@ -22,8 +22,8 @@ WRITTEN = (
 )
 MIXED = (
     "the output of a row depends on the other rows of its batch, or rows are in another order: move this part into the "
-    "criterion, with whole=True if rows are mixed; for a batch norm use convert_sync_batchnorm(module); for rows in another "
-    "dimension give dim="
+    "criterion, with whole=True if rows are mixed; for a batch norm use convert_sync_batchnorm(module), unless it takes chunks "
+    "of the rows (ghost batch norm), which depend on the layout; for rows in another dimension give DataParallelModel dim="
 )
 OF_MICRO_BATCH = "batch norm: 1 uses the statistics of each micro-batch, not of the whole batch"
 
@@ -175,7 +175,8 @@ class CountingLoss(Centering):
 )
 def test_state_written_by_the_criterion_is_reported_as_a_reason(kind, step, names):
     criterion = kind()
-    report = check(build_net(), criterion, weight=lambda output, target: (target != -100).sum())
+    losses = DataParallelCriterion(criterion, weight=lambda output, target: (target != -100).sum())
+    report = check(build_net(), losses)
     assert not report.equal
     assert report.step == step
     assert list(report.state_errors) == names

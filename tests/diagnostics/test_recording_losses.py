@@ -22,8 +22,10 @@ REASON = (
 )
 
 
-def reasons_of(criterion, rows=9, targets=None, **settings):
+def reasons_of(criterion, rows=9, targets=None, weight=None, **settings):
     targets = class_targets(rows) if targets is None else targets
+    if weight is not None:
+        criterion = DataParallelCriterion(criterion, weight=weight)
     return verify(
         build_net(), criterion, torch.randn(rows, 4), targets, device_ids=CPUS, **settings
     ).reasons
@@ -108,7 +110,8 @@ def test_reasons_are_found_with_rows_in_dimension_1():
     def total(output, target):
         return flat_loss(output, target) * target.numel()
 
-    report = verify(net, total, inputs, targets, device_ids=CPUS, dim=1, weight="rows")
+    losses = DataParallelCriterion(total, dim=1, weight="rows")
+    report = verify(DataParallelModel(net, CPUS, dim=1), losses, inputs, targets)
     assert report.first_difference is None
     assert report.reasons == (REASON,)
 
@@ -225,19 +228,16 @@ def of_a_pair(output, *targets):
 
 @pytest.mark.parametrize(("rows", "equal"), [(7, False), (6, True)])
 def test_a_weight_that_takes_the_tuple_for_one_argument_is_named(rows, equal):
-    program = (
-        Calls(lambda net, x: (net(x), net(x).pow(2).mean(1))),
-        two_losses,
-        torch.randn(rows, 4),
-        class_targets(rows),
-    )
-    report = verify(*program, device_ids=CPUS, weight=of_a_pair)
+    model = DataParallelModel(Calls(lambda net, x: (net(x), net(x).pow(2).mean(1))), CPUS)
+    batch = torch.randn(rows, 4), class_targets(rows)
+    report = verify(model, DataParallelCriterion(two_losses, weight=of_a_pair), *batch)
     reason = (
         f"weight= does not add up: it returned 5 for {rows} rows, 5 for the first of them and 5 for the others, expected the "
         "number of terms that the mean divides by; the output is a tuple, whose 2 entries fill its first 2 arguments"
     )
     assert report.equal == equal  # equal replicas hide it
     assert reason in (report.warnings if equal else report.reasons)
-    report = verify(*program, device_ids=CPUS, weight=lambda scores, norms, target: len(norms))
+    right = DataParallelCriterion(two_losses, weight=lambda scores, norms, target: len(norms))
+    report = verify(model, right, *batch)
     assert report.equal
     assert not report.warnings

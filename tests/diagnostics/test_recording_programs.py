@@ -7,7 +7,7 @@ from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, check, flat_loss, time_major
 from torch import nn
 
-from balanced_parallel import verify
+from balanced_parallel import DataParallelCriterion, DataParallelModel, verify
 from balanced_parallel.diagnostics.recording import relative_error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -24,7 +24,7 @@ def test_the_relative_error_of_one_nan_is_infinite():
 def test_the_first_difference_is_found_with_rows_in_dimension_1():
     net, inputs, targets = time_major()
     net.output = nn.Sequential(nn.Dropout(0.5), net.output)
-    report = verify(net, flat_loss, inputs, targets, device_ids=CPUS, dim=1)
+    report = verify(DataParallelModel(net, CPUS, dim=1), flat_loss, inputs, targets)
     assert report.first_difference.startswith("output.0 (Dropout): relative error")
 
 
@@ -42,12 +42,14 @@ class WithLossModule(nn.Module):
 
 def test_a_loss_inside_of_the_model_has_no_rows_to_compare():
     batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
-    program = WithLossModule(), lambda loss, targets: loss, batch, batch["targets"]
-    (reason,) = verify(*program, device_ids=CPUS, weight="rows").reasons  # it was "no known reason"
+
+    def verified(weight):
+        criterion = DataParallelCriterion(lambda loss, targets: loss, weight=weight)
+        return verify(WithLossModule(), criterion, batch, batch["targets"], device_ids=CPUS)
+
+    (reason,) = verified("rows").reasons  # it was "no known reason"
     assert reason.startswith("the model computes its own loss, whose divisor is not weight=: ")
-    assert verify(
-        *program, device_ids=CPUS, weight=lambda loss, targets: (targets != -100).sum()
-    ).equal
+    assert verified(lambda loss, targets: (targets != -100).sum()).equal
 
 
 def test_gradients_of_buffers_are_compared():

@@ -147,25 +147,25 @@ def test_programs_with_rows_in_dimension_1_are_equal():
     def kept(output, target):
         return target.numel()
 
-    settings = {"device_ids": CPUS, "dim": 1, "weight": kept}
-    assert verify(net, flat_loss, inputs, targets, **settings).equal
-    report = verify(net, flat_loss, inputs, targets, micro_batch_size=1, **settings)
-    assert report.equal
-    assert report.micro_batches == 3
     wrapped = (
         DataParallelModel(net, CPUS, dim=1),
         DataParallelCriterion(flat_loss, dim=1, weight=kept),
     )
     assert verify(*wrapped, inputs, targets).equal
+    report = verify(*wrapped, inputs, targets, micro_batch_size=1)
+    assert report.equal
+    assert report.micro_batches == 3
 
 
 def test_a_model_that_computes_its_loss_needs_no_targets():
     inputs = {"x": torch.randn(7, 4), "labels": class_targets(7)}
-    settings = {"device_ids": CPUS, "weight": lambda output: len(output["labels"])}
+    criterion = DataParallelCriterion(
+        lambda output: output["loss"], weight=lambda output: len(output["labels"])
+    )
     model = Calls(
         lambda net, x, labels: {"loss": F.cross_entropy(net(x), labels), "labels": labels}
     )
-    report = verify(model, lambda output: output["loss"], inputs, **settings)
+    report = verify(model, criterion, inputs, device_ids=CPUS)
     assert report.equal
     assert "labels" not in report.gradient_errors
 
@@ -173,8 +173,7 @@ def test_a_model_that_computes_its_loss_needs_no_targets():
 def test_the_table_has_the_ten_largest_errors():
     report = check(
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 5)),
-        contrastive_loss,
-        weight="rows",
+        DataParallelCriterion(contrastive_loss, weight="rows"),
     )
     lines = str(report).splitlines()
     assert sum("<-" in line for line in lines) == 1 + 10  # the loss, and ten gradients

@@ -273,6 +273,16 @@ def test_a_model_of_reference_in_bf16_keeps_the_forward_that_trl_gives_it():
     assert_close(torch.tensor(result), torch.tensor(expected), rtol=0.05, atol=0.01)
 
 
+def test_a_window_of_masked_completions_has_a_loss_of_zero():
+    """It was nan, which Trainer leaves out of the mean that it prints."""
+    settings = {"mask_truncated_completions": True, "logging_nan_inf_filter": False}
+    case = functools.partial(grpo, loss_type="dapo", max_completion_length=1, **settings)
+    expected = run(case, evaluates=False, is_exact=False, per_device_train_batch_size=6)
+    assert [entry[:2] == [0, 0] for entry in expected[0]] == [True, False, True]
+    compare(run(case, evaluates=False, gradient_accumulation_steps=3), expected)
+    compare(run(case, evaluates=False, per_device_train_batch_size=6), expected)
+
+
 def test_micro_batches_of_trl_differ():
     """Tokens of micro-batches have other weights in ``loss_type="bnpo"``."""
     expected, _ = run("bnpo", evaluates=False, is_exact=False, per_device_train_batch_size=6)

@@ -67,7 +67,7 @@ def two_outputs(criterion, rows=8):
 
 
 REFUSED = {
-    "a norm": lambda out, values: (out - values).norm(),
+    "a norm of another order": lambda out, values: (out - values).norm(p=1),
     "a log of a sum of exponentials": lambda out, values: out.logsumexp((0, 1)),
     "a variance": lambda out, values: (out - out.mean()).square().mean(),
     "concordance": lambda out, values: ((out - out.mean()) * (values - values.mean())).mean(),
@@ -260,6 +260,13 @@ def test_random_numbers_of_the_check_are_put_back():
 
 WEIGHT = nn.Parameter(torch.tensor([0.5, 0.25]))
 ACCEPTED = {
+    "a norm": lambda out, values: (out - values).norm(),
+    "a squared norm": lambda out, values: torch.linalg.norm(out - values) ** 2,
+    "a distance": lambda out, values: torch.dist(out, values),
+    "a norm of zero": lambda out, values: (out * 0).norm() + out.square().mean(),
+    "a dot product": lambda out, values: torch.dot(out[:, 0], values[:, 0]) / len(out),
+    "an Einstein sum": lambda out, values: torch.einsum("bd,bd->", out - values, out).tanh(),
+    "a trace": lambda out, values: torch.trace(out.T @ (out - values)),
     "a penalty with another derivative": lambda out, values: (
         F.mse_loss(out, values).sqrt() + Tripled.apply(WEIGHT).sum()
     ),

@@ -153,4 +153,5 @@ def test_verify_compares_both_parts():
     """The imaginary part was not compared."""
     assert relative_error(torch.tensor([1 + 1j]), torch.tensor([1 - 1j])) > 1
     inputs, targets = make_batch()
-    assert verify(make_net(), real_loss, inputs, targets, device_ids=CPUS, weight="rows").equal
+    criterion = DataParallelCriterion(real_loss, weight="rows")
+    assert verify(make_net(), criterion, inputs, targets, device_ids=CPUS).equal

@@ -142,6 +142,12 @@ def test_gathered_outputs_warn_of_one_row_per_replica(form):
     model(torch.randn(3, 4))  # one row is its own mean
 
 
+def test_a_forward_without_rows_is_gathered():
+    """It was an error of Python: ``tuple.index(x): x not in tuple``."""
+    model = DataParallelModel(Calls(lambda net, scale: 2 * scale), CPUS, gather_outputs=True)
+    assert model(torch.tensor(2.0)) == 4
+
+
 def test_another_model_refuses_to_cut_several_rows_for_each_row():
     """Replicas of the other model would get some of the rows only, if it splits the batch in another way."""
     outputs = DataParallelModel(views(), CPUS)(torch.randn(7, 4))

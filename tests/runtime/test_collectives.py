@@ -36,8 +36,20 @@ def test_outputs_of_uneven_ranks_are_gathered_with_their_gradients(rank):
     # Every rank computes the same loss: gradients are its own, times the ranks.
     result["x"].pow(3).sum().backward()
     assert_close(mine.grad, 3 * 3 * mine.detach() ** 2)
-    with pytest.raises(ValueError, match="on rank 0"):
+    with pytest.raises(
+        ValueError, match=r"shapes \(2, 3\) and \(2, 4\) and \(2, 5\), expected shapes"
+    ):
         gather([torch.zeros(2, 3 + rank)])
+    with pytest.raises(
+        TypeError, match="output is a tensor .*, a list .*: expected .* of the same"
+    ):
+        gather([["a"] if rank == 1 else torch.zeros(2)])
+    with pytest.raises(
+        ValueError, match=r"differ at output: output\['0'\] in the first, output\['1'\] in number 1"
+    ):
+        gather([{str(rank): torch.zeros(2)}])
+    promoted = gather([torch.ones(1, dtype=torch.float64 if rank else torch.bfloat16)])
+    assert (promoted.dtype, promoted.tolist()) == (torch.float64, [1.0, 1.0, 1.0])
 
 
 @on_ranks(3)

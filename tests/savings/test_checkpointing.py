@@ -68,7 +68,7 @@ def test_a_selective_checkpoint_keeps_more_than_a_plain_one_and_less_than_none()
         inputs = tokens(8).to("sim:0")
         plain = bytes_of_forward(cluster, net, inputs)
         handle = savings.checkpoint_activations(net, selective=True)
-        assert handle.parts == ("layers.0", "layers.1", "layers.2")
+        assert [*handle.parts] == ["layers.0", "layers.1", "layers.2"]
         selective = bytes_of_forward(cluster, net, inputs)
         savings.checkpoint_activations(net)
         assert 2 * bytes_of_forward(cluster, net, inputs) < selective < 0.8 * plain
@@ -127,7 +127,7 @@ def test_retained_graphs_double_backward_and_nested_blocks(double):
 def test_copies_pickles_and_hooks_of_checkpointed_modules():
     net = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())])
     handle = savings.checkpoint_activations(net)
-    assert handle.parts == ("[0:3]",)
+    assert repr(handle) == "CheckpointHandle(parts=[''])"
     assert isinstance(net, nn.Sequential)
     file = io.BytesIO()
     torch.save(net, file)

@@ -23,7 +23,7 @@ from balanced_parallel.runtime import collectives
 def words_of(work):
     """Returns the collectives of the hosts: those besides the all-gathers of parameters and the reductions of gradients."""
     gather = mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object)
-    add = mock.patch.object(collectives, "sum_numbers", wraps=collectives.sum_numbers)
+    add = mock.patch.object(collectives, "gather_numbers", wraps=collectives.gather_numbers)
     with (
         gather as gathered,
         add as added,

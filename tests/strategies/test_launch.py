@@ -66,15 +66,13 @@ def test_environment_has_the_values_of_torchrun_or_is_none(environment):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"LOCAL_RANK": None, "MASTER_PORT": None},
-            "lacks LOCAL_RANK, MASTER_PORT: start the script with torchrun",
-        ),
-        ({"RANK": "one"}, "has RANK='one', .*expected integers"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT='http', expected integers"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999, expected 1 to 65535"),
-        ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4 .*expected each rank below"),
-        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9, expected"),
+        ({"LOCAL_RANK": None}, "'LOCAL_RANK': None, .* Start the script with torchrun"),
+        ({"MASTER_ADDR": None}, "'MASTER_ADDR': None}, expected an address"),
+        ({"RANK": "one"}, "'RANK': 'one', .*expected .* integers"),
+        ({"MASTER_PORT": "http"}, "'MASTER_PORT': 'http', .*expected .* a port from 1 to 65535"),
+        ({"MASTER_PORT": "99999"}, "'MASTER_PORT': '99999', .*expected .* a port from 1 to 65535"),
+        ({"RANK": "4"}, "'RANK': '4', 'WORLD_SIZE': '4', .*ranks below their world's size"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "'LOCAL_WORLD_SIZE': '9', .*ranks below"),
     ],
 )
 def test_invalid_environment_raises_an_error(environment, changes, message):

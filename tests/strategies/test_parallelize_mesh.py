@@ -104,4 +104,4 @@ def test_a_mesh_may_have_copies_and_shards(rank):
         model, criterion = parallelize(Language().double(), nn.CrossEntropyLoss(), mesh=dimensions)
         assert isinstance(model, DistributedModel) == (dimensions.ndim == 1)
         step = TrainStep(model, criterion, sgd(model, lr=0.0))
-        assert_update(step, model.module, batch, [2] * 4, rank, expected)
+        assert_update(step, model.module, batch, [4, 0, 3, 1], rank, expected)

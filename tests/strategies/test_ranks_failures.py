@@ -103,7 +103,7 @@ class Injector(TorchDispatchMode):
         in_reducer = lines[0].endswith(" rebuild_buckets") or (
             is_exchange and any(line.endswith(" run_backward") for line in lines)
         )
-        in_sums = lines[0].endswith((" _sum_over_ranks", " start_sum"))
+        in_sums = lines[0].endswith((" _sum_over_ranks", " sum_over_ranks"))
         if in_block or in_reducer or in_sums:
             return None
         return (str(function) if is_exchange else "", *lines[:3])
@@ -144,10 +144,10 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
         injector.is_on = injector.is_on and strategy == "ddp" and (update > 0 or loss == "known")
         return share(*args)
 
-    def agreed(*args):
+    def agreed(*args, **kwargs):
         # The clipping of FSDP2 is a collective of torch, and the reducer of DDP has some after the first update.
         injector.is_on = strategy == "ddp" and update > 0
-        return check(*args)
+        return check(*args, **kwargs)
 
     def ended(*args):
         injector.is_on = False

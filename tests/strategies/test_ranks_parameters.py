@@ -284,6 +284,35 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
 
 
 @on_ranks(2)
+def test_hooks_of_parameters_are_called_or_refused(rank):
+    """FSDP2 replaces parameters, and calls no hook in a backward by hand. A reducer calls those without a gradient too."""
+    inputs, targets = torch.ones(3, 4), torch.zeros(3, 4)
+
+    def double(parameter):
+        parameter.grad.mul_(2)
+
+    net = nn.Linear(4, 4)
+    net.bias.register_post_accumulate_grad_hook(double)
+    with pytest.raises(ValueError, match="bias has a hook .* expected hooks after parallelize"):
+        parallelize(net, nn.MSELoss(), strategy="fsdp")
+    model, criterion = parallelize(nn.Linear(4, 4), nn.MSELoss(), strategy="fsdp")
+    model.module.bias.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(RuntimeError, match="a parameter has a hook .*, or use TrainStep"):
+        criterion(model(inputs), targets).backward()
+    gradients = []
+    for is_hooked in (True, False):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        model, criterion = parallelize(net, nn.MSELoss(), strategy="ddp")
+        if is_hooked:
+            net.bias.register_post_accumulate_grad_hook(double)
+        rows = slice(0) if rank == 0 else slice(3)  # The first rank has no rows, and no gradient.
+        criterion(model(inputs[rows]), targets[rows]).backward()
+        gradients.append(net.bias.grad)
+    assert_equal(gradients[0], gradients[1] * 2)
+
+
+@on_ranks(2)
 def test_another_state_on_one_rank_is_an_error(rank):
     """Each rank would take its shards of its own state."""
     for strategy in STRATEGIES:

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ def test_rows_that_are_cut_by_cost_keep_their_targets(kind):
 
 
 class Noisy(nn.Module):
-    """Dropout, batch norm, and a random number of Python in each forward."""
+    """Dropout, batch norm, and random numbers of Python and numpy in each forward."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +95,7 @@ class Noisy(nn.Module):
         ).double()
 
     def forward(self, inputs):
-        return self.layers(inputs) * (1 + random.random())
+        return self.layers(inputs) * (1 + random.random()) * (1 + np.random.rand())
 
 
 @pytest.mark.parametrize("kind", ["correlation", "dice of all"])
@@ -103,17 +104,17 @@ def test_both_passes_draw_the_same_numbers_and_statistics_move_once(kind):
     plain = Noisy()
     net = Noisy()
     for seed in range(2):
-        torch.manual_seed(seed), random.seed(seed)
+        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         loss = criterion.module(
             torch.cat([plain(piece) for piece in inputs.split(4)]), targets
         )  # one graph of all micro-batches
         plain.zero_grad()
         loss.backward()
-        after = torch.rand(1), random.random()
+        after = torch.rand(1), random.random(), np.random.rand()
         step = make_step(net, criterion, devices=1, lr=0.0, micro_batch_size=4)
-        torch.manual_seed(seed), random.seed(seed)
+        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         found, outputs = step(inputs, targets, return_outputs=True)
-        assert (torch.rand(1), random.random()) == after
+        assert (torch.rand(1), random.random(), np.random.rand()) == after
         assert_close(found, loss)
         assert_close(gather(outputs).shape, (12, CLASSES))
         assert_same_gradients(gradients(net), gradients(plain))

@@ -6,10 +6,13 @@
     python tests/libraries/theirs/of_lightning.py pytorch-lightning
 
 With ``OURS=2`` a Trainer that chooses one CPU has ``BalancedStrategy(["cpu"] * 2)``. With ``OURS=ddp`` one that is told
-``"ddp_spawn"`` or ``"ddp_fork"`` has a ``BalancedDDPStrategy``. Tests that give a strategy object run as they are.
+``"ddp_spawn"`` or ``"ddp_fork"`` has a ``BalancedDDPStrategy``. Tests that give a strategy object run as they are. Others
+start no process, so ``--kinds ddp`` alone runs the tests that name such a strategy, of more files.
 """
 
+import inspect
 import os
+import sys
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -35,6 +38,12 @@ FILES = {
     "trainer/logging_": "eval_loop_logging logger_connector train_loop_logging",
     "trainer/optimization": "backward_calls manual_optimization multiple_optimizers optimizers",
 }
+# More files with tests that start processes.
+PROCESSES = (
+    "callbacks/test_pruning callbacks/test_spike callbacks/test_weight_averaging loggers/test_all profilers/test_profiler "
+    "plugins/test_cluster_integration serve/test_servable_module_validator trainer/test_dataloaders trainer/test_trainer "
+    "trainer/logging_/test_distributed_logging trainer/properties/test_get_model"
+)
 REASONS = {
     "automatic_optimization=False": "Several devices refuse manual optimization and compiled modules by name",
     "updates a torchmetrics.Metric": "Several devices refuse a torchmetrics.Metric that `training_step` updates by name",
@@ -43,8 +52,8 @@ REASONS = {
     "accumulate_grad_batches_with_callback|batches_zero_grad": "The test replaces `SGD.zero_grad`, and counts its calls",
     r"e-0[5-9], but|is 0, but": "The loss had converged to rounding errors before the run was resumed, "
     "and its rows differ by these: it is refused",
-    "does not add up over the rows: the total": "`training_step` computes the loss from `batch[0]`, the first row, or from no "
-    "row at all, which is refused by name",
+    "does not add up over the rows: the total|trainer_spike_detection": "`training_step` computes the loss from `batch[0]`, "
+    "the first row, or from no row at all, which is refused by name",
     "a row alone raises AssertionError": "`training_step` asserts the number of its rows, and runs on others too",
     "have different counts, and had one": "`training_step` adds `batch_idx` to the loss, which changes its formula: refused",
     "_DataFetcherWrapper": "`training_step(self, dataloader_iter)`, which takes batches itself, is refused by name",
@@ -76,6 +85,22 @@ def pytest_configure(config):
         change(kind)
 
 
+def pytest_collection_modifyitems(config, items):
+    """Selects tests that may start processes, if ``ONLY`` says so."""
+    if os.environ.get("ONLY") == "processes":
+        items[:] = filter(starts_processes, items)
+
+
+def starts_processes(item):
+    """Returns True if a test names such a strategy: in its parameters, or in the functions that it calls."""
+    function = inspect.unwrap(item.function)
+    functions = [function, *map(vars(item.module).get, function.__code__.co_names)]
+    texts = [inspect.getsource(each) for each in functions if inspect.isfunction(each)]
+    parameters = getattr(item, "callspec", None)
+    texts += [item.nodeid, repr(parameters and parameters.params)]
+    return any(name in "".join(texts) for name in ("ddp_spawn", "ddp_fork", "ddp_notebook"))
+
+
 def change(kind):
     """Makes Lightning choose strategies of this package."""
     choose = _AcceleratorConnector._choose_strategy
@@ -93,4 +118,7 @@ if __name__ == "__main__":
         for folder, each in FILES.items()
         for name in each.split()
     ]
+    if sys.argv[-2:] == ["--kinds", "ddp"]:
+        os.environ["ONLY"] = "processes"
+        names += [f"tests_pytorch/{name}.py" for name in PROCESSES.split()]
     main(Suite("of_lightning", "tests", names, kinds, REASONS))

@@ -56,6 +56,8 @@ REASONS = {
     "estimate of the KL|log_probs_after_training_raises": "KTO has a mean over the rows of a forward inside: refused by name",
     "Gpt_?Oss|gpt_oss|Moe|harmony": "The loss of a router depends on all rows of a forward, and is refused by name",
     "adaptive_entropy": "The coefficient changes in the forward of the first shard, which is refused by name",
+    "completions_all_masked": "A batch of three cannot be halved, and one of six completions that are drawn has an end",
+    "steps_per_generation": "Tokens of other updates count in the loss, which is refused by name",
     "entropy_filter": "A quantile of the batch makes rows depend on each other, which is refused by name",
     r"loss_types.sft|multi_loss": "The loss `sft` is a mean over tokens, expanded to the rows, which is refused by name",
 }
