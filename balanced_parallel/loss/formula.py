@@ -323,7 +323,7 @@ def _multiply(first: Form, second: Form) -> Form:
     if "zero" in (first.kind, second.kind):
         return _ZERO
     first, second = (first, second) if second.kind == "constant" else (second, first)
-    return first if second.kind == "constant" and first.kind != "bounded" else _OTHER
+    return first if second.kind == "constant" else _OTHER
 
 
 class Facts(NamedTuple):
