@@ -225,9 +225,8 @@ def estimate(flags: argparse.Namespace) -> int:
     kinds = (flags.device_kind or "").split(",")
     if len(kinds) > 1:
         comparison = memory.compare_kinds(**settings | {"device_kind": kinds})
-        parts = {name: report.to_json() for name, report in comparison.items()}
-        items = ", ".join(f'"{name}": {text}' for name, text in parts.items())
-        text = f"{{{items}}}" if flags.json else str(comparison)
+        parts = {name: json.loads(report.to_json()) for name, report in comparison.items()}
+        text = json.dumps(parts, indent=2) if flags.json else str(comparison)
         print(text, file=flags.output)
         return 0 if any(report.at(report.rows).fits for report in comparison.values()) else 1
     report = memory.estimate(**settings)

@@ -30,10 +30,6 @@ from .recording import (
 )
 from .report import VerificationReport
 
-_NO_TARGETS = (
-    "the entries of inputs= are arguments of the model, and there are no targets: for a batch of both, call "
-    "verify(model, criterion, inputs, targets)"
-)
 _WHOLE = "nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="
 DeviceIds = Sequence[torch.device | str | int]
 
@@ -129,7 +125,6 @@ def verify(
             alone = _wrap_model(plain.module, model, wrapped.devices[:1])
             plain_step = make_step(alone, wrap(plain.criterion), plain.optimizer)
             run_plain = partial(_run_step, plain, plain_step, inputs, targets)
-        run_plain = _naming_targets(inputs, batch[1])(run_plain)
         criterion_of_all = wrap(split.criterion)
         step = make_step(
             wrapped, criterion_of_all, split.optimizer, micro_batch_size=micro_batch_size
@@ -138,8 +133,8 @@ def verify(
         number = 0
         while number < 2 and max(errors.values()) <= limit:
             number += 1
-            loss = run_plain()
             split_loss = _run_step(split, step, inputs, targets)
+            loss = run_plain()
             errors = {"": relative_error(split_loss, loss), **_errors_of_gradients(plain, split)}
         losses = wrap(copy_of(inner))
         comparison = Comparison(module, plain, split, wrapped, losses, *batch, limit)
@@ -167,17 +162,6 @@ def verify(
         state_errors=state,
         warnings=tuple(hidden),
     )
-
-
-@contextlib.contextmanager
-def _naming_targets(inputs: object, targets: tuple[object, ...]) -> Iterator[None]:
-    """Adds a note to an error of a batch whose targets are among its inputs."""
-    try:
-        yield
-    except TypeError as error:
-        if isinstance(inputs, tuple) and not targets:
-            error.add_note(_NO_TARGETS)
-        raise
 
 
 def _verify_bits(

@@ -183,8 +183,8 @@ def run_rows(
             drawing: Callable[[], AbstractContextManager[None]] = nullcontext
             if draws:
                 drawing = Forward(update, rows, device, draws, {}).drawing
-            known = first if rows == [0] and not draws else None
-            yield known or run(inputs, len(rows), drawing), targets
+            outputs = first if rows == [0] and not draws else None
+            yield outputs or run(inputs, len(rows), drawing), targets
     finally:
         update.end()
 

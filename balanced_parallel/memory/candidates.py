@@ -44,8 +44,10 @@ class Choice:
         operations: of matrix products, convolutions and attention per update, on each device.
         recomputed: operations that run twice, as a fraction of those of a step without
             recomputation.
-        traffic: bytes to and from the busiest device per update, for parameters, gradients and
-            offloaded activations.
+        traffic: bytes per update between the busiest device and others, for parameters and
+            gradients.
+        host_traffic: bytes per update between the busiest device and the host, for the optimizer
+            and offloaded activations.
         changes_result: the loss and the gradients are computed in another precision.
         statistics: rows that batch norm takes its statistics from: ``"replica"`` or
             ``"micro-batch"``; None for all rows.
@@ -67,6 +69,7 @@ class Choice:
     operations: int
     recomputed: float
     traffic: int
+    host_traffic: int
     changes_result: bool
     fits: bool
     statistics: str | None
@@ -95,7 +98,8 @@ class Choice:
         """Operations that take as long as this choice: traffic counts as many per byte as a device
         has on average.
         """
-        return self.operations + self.traffic * OPERATIONS_PER_BYTE[self.precision]
+        moved = self.traffic + self.host_traffic
+        return self.operations + moved * OPERATIONS_PER_BYTE[self.precision]
 
     @property
     def cost(self) -> tuple[bool, int, int, int]:
@@ -107,9 +111,9 @@ class Choice:
 # 800 (V100 with NVLink) to 11,000 (L40S with PCIe 4.0) with bf16 and fp16, and 100 to 2,600 in
 # fp32. One number orders choices of language models, which differ by a factor of ten and more.
 OPERATIONS_PER_BYTE = {"fp32": 300, "bf16": 3000, "fp16": 3000}
-HEADERS = ("", "rows", "allocated", "reserved", "run twice", "traffic", "result", "fits")
+HEADERS = ("", "rows", "allocated", "reserved", "flops", "devices", "host", "result")
 # The columns have at most these widths. A line of the table has at most 100 characters.
-WIDTHS = (22, 9, 10, 10, None, 10, 12, None)
+WIDTHS = (18, 8, 9, 9, None, 10, 10, 12)
 
 
 def row_of(choice: Choice) -> list[str]:
@@ -128,10 +132,10 @@ def row_of(choice: Choice) -> list[str]:
         choice.name,
         f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one",
         *sizes,
-        f"{choice.recomputed:.0%}",
+        f"{1 + choice.recomputed:.2f} x",
         format_bytes(choice.traffic),
+        format_bytes(choice.host_traffic),
         ", ".join(differences) or "exact",
-        "yes" if choice.fits else "no",
     ]
 
 
@@ -186,7 +190,19 @@ class Option:
         self.limits = [int(size * self.part) - SCALARS for size in sizes]
         self.parameters = sum(parameter.nbytes for parameter in request.module.parameters())
         self.learned = trained(request.module.parameters())
+        self.gradients = sum(parameter.nbytes for parameter in self.learned)
         self.traced: dict[int, Lines] = {}
+
+    @property
+    def held(self) -> int:
+        """Bytes of parameters, gradients and optimizer state on a device without shards."""
+        optimizer = self.request.optimizer
+        state = 0
+        if isinstance(optimizer, OptimizerChoice):
+            state = optimizer.state_bytes(self.learned)
+        owners = self.request.devices if self.request.balanced else 1
+        buffers = sum(buffer.nbytes for buffer in self.request.module.buffers())
+        return self.parameters + buffers + self.gradients + state // owners
 
     @property
     def name(self) -> str:
@@ -269,8 +285,8 @@ class Option:
         """Returns False if the batch does not fit in one micro-batch, which saves at most the
         gradients of several.
         """
-        gradients = sum(parameter.nbytes for parameter in self.learned)
-        gradients = 2 * gradients // (self.request.devices if self.request.layout.is_sharded else 1)
+        shards = self.request.devices if self.request.layout.is_sharded else 1
+        gradients = 2 * self.gradients // shards
         lines = self.lines(2)
         rows = self.share * self.step
         peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
@@ -322,9 +338,9 @@ class Option:
         performed = self.flops(several)
         operations = plain.flops(1)
         whole = self.whole_gradients(count, max(reserved))
-        traffic = self.traffic(count, whole)
-        if request.savings:  # offloaded activations go to the host and come back
-            traffic += 2 * count * lines.bytes_on_host(max(rows) * self.step)
+        of_host = self.host_traffic_of_optimizer
+        if request.savings:  # Offloaded activations go to the host and come back.
+            of_host += 2 * count * lines.bytes_on_host(max(rows) * self.step)
         results = {each.saving.result: each.saving.option for each in self.savings}
         return Choice(
             name=f"{self.name}, gradients reduced once" if whole else self.name,
@@ -338,7 +354,8 @@ class Option:
             reserved=tuple(size + whole for size in reserved),
             operations=int(performed * self.batch_size / len(self.capacity)),
             recomputed=max(0.0, performed / operations - 1) if operations else 0.0,
-            traffic=traffic,
+            traffic=self.traffic(count, whole),
+            host_traffic=of_host,
             changes_result="other arithmetic" in results,
             fits=count > 0,
             statistics=statistics_of(request.module, len(self.capacity), count),
@@ -350,9 +367,11 @@ class Option:
         """Takes traces of few blocks in place of traces of all, if they show that not one row fits.
 
         With a bucket for each gradient, blocks repeat that do not otherwise. Larger buckets need
-        more memory.
+        more memory. A device that is half empty without activations likely has room for a row.
         """
         request = replace(self.request, bucket_bytes=0)
+        if self.held < max(self.capacity) // 2:
+            return
         if find_repeated(self.request) or not find_repeated(request):
             return
         rough = Option(self.savings, request, self.capacity, self.batch_size)
@@ -375,15 +394,20 @@ class Option:
         )
         return whole if stays else 0
 
+    @property
+    def host_traffic_of_optimizer(self) -> int:
+        """Bytes per update of gradients and parameters that go to an optimizer on the host, and of
+        parameters that come back.
+        """
+        return 3 * self.gradients * (ON_HOST.saving.name in self.request.savings)
+
     def traffic(self, count: int, whole: int = 0) -> int:
-        """Returns the bytes to and from the busiest device per update."""
+        """Returns the bytes per update between the busiest device and others."""
         request = self.request
-        learned = sum(parameter.nbytes for parameter in self.learned)
-        # gradients and parameters to the host, parameters back
-        of_host = 3 * learned * (ON_HOST.saving.name in request.savings)
-        return of_host + request.layout.traffic(
-            request, self.parameters, learned, len(self.capacity), count, 1 if whole else count
-        )
+        reductions = 1 if whole else count
+        sizes = self.parameters, self.gradients
+        moved: int = request.layout.traffic(request, *sizes, len(self.capacity), count, reductions)
+        return moved
 
 
 class Search:
@@ -438,19 +462,14 @@ class Search:
         On one device a fused optimizer, which has none, comes before the host. The last layout is
         traced in any case.
         """
-        module = self.request.module
-        optimizer = self.request.optimizer
-        learned = trained(module.parameters())
-        size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
-        state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
         share = 1.0 if len(self.capacity) == 1 else 0.8
         *others, _ = itertools.chain(*self._groups)
         for option in self._make(others):
-            held = size + state // (option.request.devices if option.request.balanced else 1)
-            if held > share * max(self.capacity):
+            if option.held > share * max(self.capacity):
                 self._groups[0].remove(option.savings)
+                held = format_bytes(option.held)
                 self.skipped[option.name] = (
-                    f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
+                    f"parameters, gradients and optimizer state take {held} per device"
                 )
 
     def run(self) -> None:
@@ -512,7 +531,7 @@ class Search:
         """
         first, *_ = choices = list(self.choices.values())
         least = {
-            name: replace(first, traffic=self._traffic, precision=name).work
+            name: replace(first, traffic=self._traffic, host_traffic=0, precision=name).work
             for name in OPERATIONS_PER_BYTE
         }
         return any(
@@ -545,13 +564,25 @@ class Search:
             return True
         traced = [layout for layout in layouts if self._are_traced(self._make([(*layout, *first)]))]
         *others, least = traced or layouts
-        if not self._any_fits():
-            last = self._make((*least, *step) for step in ladder[-2:])
-            results = [self._fits(option) for option in last]
-            if not any(results) and self._are_traced(last):
+        # Each layout needs less memory than those before it.
+        for group in [least], others[::-1]:
+            fitting = itertools.takewhile(lambda layout: self._may_fit(layout, ladder), group)
+            layouts = list(fitting)
+            if any(self._fit_fast(layouts, step) for step in further):
+                return True
+            if not self._any_fits():
                 return False
-        steps = itertools.product(([least], others[::-1]), further)
-        return any(self._fit_fast(group, step) for group, step in steps) or self._any_fits()
+        return True
+
+    def _may_fit(self, layout: Combination, ladder: list[Combination]) -> bool:
+        """Returns False if a layout does not fit with the last two steps of a ladder, which need
+        the least memory.
+        """
+        if any(self._fits(option) for option in self._make([(*layout, *ladder[0])])):
+            return True
+        last = self._make((*layout, *step) for step in ladder[-2:])
+        results = [self._fits(option) for option in last]
+        return any(results) or not self._are_traced(last)
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())

@@ -176,8 +176,8 @@ def compare_kinds(
     problem = Problem(module, criterion, inputs, targets, dim, scalar)
     request = make_request(problem, device_kind=largest, **settings)
     rows = -(-request.rows // request.micro_batches)
-    exact, lines = lines_of(request, rows)
-    source = lines if lines.first.rows == rows else exact
+    traced = lines_of(request, rows)
+    source = traced.lines if traced.lines.first.rows == rows else traced.exact
     return KindComparison(
         {
             name: make_report(dataclasses.replace(request, kind=kind), rows, source.on(kind))
@@ -292,18 +292,17 @@ def _refuse_quantized(module: nn.Module) -> None:
             kind = type(tensor)
             if kind.__module__.startswith(("bitsandbytes", "torchao")):
                 raise UnknownMemory(
-                    f"{name} ({type(part).__name__}) has a weight of {kind.__module__}.{kind.__name__}, and the memory of its "
-                    "kernels is not known: give the model before its quantization, with the plain weights in bf16, which "
-                    "needs more, or with 4-bit layers of bitsandbytes, which are known"
+                    f"{name} ({type(part).__name__}) has a weight of {kind.__module__}.{kind.__name__}, whose kernels "
+                    "take memory that depends on values, such as the number of outliers: give the model before its quantization, "
+                    "with the plain weights in bf16. With eight bits it needs about a byte less for each of these weights. "
+                    "4-bit layers of bitsandbytes are known"
                 )
 
 
-def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
+def lines_of(request: Request, rows: int) -> OtherBatches:
     """Traces micro-batches of ``rows`` rows, and of twice as many.
 
-    Returns the lines of this number of rows, and of others.
-
-    If the module refuses the larger numbers of rows, the result is twice the lines of this number.
+    If the module refuses the larger numbers of rows, only this number has lines.
     """
     # one row is a special case for torch: broadcasting, strides
     base = request.round_up(max(rows, 2))
@@ -327,7 +326,7 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
             f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows",
             stacklevel=4,
         )
-    return exact, lines
+    return OtherBatches(request, exact, lines)
 
 
 _COMPILED = "the module is compiled, and this is the estimate of the uncompiled module: fused operators may need less, or more"
@@ -344,7 +343,8 @@ def make_report(
 
     The lines are read there, or at the rows ``asked`` for.
     """
-    exact, lines = (source, source) if source else lines_of(request, rows)
+    batches = OtherBatches(request, source, source) if source else lines_of(request, rows)
+    exact = batches.exact
     read = list(zip(request.traced_devices, asked or [rows] * request.devices, strict=True))
     context = request.kind.context
 
@@ -376,8 +376,8 @@ def make_report(
             if name in ("backward", "update")
         },
         flops=exact.flops(rows) * request.micro_batches // exact.first.micro_batches,
-        affine=lines.is_affine,
-        batches=OtherBatches(request, exact, lines),
+        affine=batches.lines.is_affine,
+        batches=batches,
     )
 
 

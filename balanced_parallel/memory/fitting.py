@@ -26,7 +26,7 @@ from .candidates import SCALARS
 from .estimation import lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Problem, Request
-from .report import Capacity, Holder, MemoryReport, OtherBatches, parse_each
+from .report import Capacity, Holder, MemoryReport, parse_each
 from .savings import ON_HOST, SHARDS, PlannedSaving, savings_of, with_savings
 from .trace.allocations import Trace
 from .trace.layouts import ExistingOptimizers, inner_optimizers
@@ -112,13 +112,14 @@ def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
     lines that show it.
     """
     # A loss that couples rows takes two passes for several micro-batches, with all outputs.
-    exact, lines = lines_of(
+    batches = lines_of(
         request, request.round_up(-(-request.rows // (8 if request.couples_rows else 2)))
     )
-    batches = OtherBatches(request, exact, lines)
     if request.couples_rows:
-        return most_that_fit(lambda rows: batches.fits(rows, limits), request.rows // 2), lines
-    return batches.largest(limits) if min(limits) > 0 else 0, lines
+        most = most_that_fit(lambda rows: batches.fits(rows, limits), request.rows // 2)
+    else:
+        most = batches.largest(limits) if min(limits) > 0 else 0
+    return most, batches.lines
 
 
 def _limits(step: TrainStep, capacity: Capacity | None, request: Request) -> list[int]:

@@ -31,7 +31,7 @@ from ..runtime import values
 from ..savings.saving import Savings
 from ..strategies.parallelize import detect_ranks
 from .candidates import HEADERS, TAKES_ANY_ROWS, WIDTHS, Choice, Option, Search, row_of
-from .estimation import MakeOptimizer, make_report, make_request, parts_at_peak
+from .estimation import MakeOptimizer, make_report, make_request
 from .problem import LossFunction, Problem
 from .report import Capacity, MemoryReport, json_of, parse_each, sizes_as_text, write_page
 from .savings import PLANNED, savings_of
@@ -437,7 +437,7 @@ def plan(
         dim=dim,
         untried=tuple(search.untried()),
         skipped=tuple(search.skipped.items()),
-        remarks=_remarks(how),
+        remarks=_remarks(),
         unknown_divisor=not (best.is_whole or wrap(criterion).kind.knows_divisor),
         kind_capacity=request.kind.capacity,
         assumed=request.kind.remarks(best.precision),
@@ -448,18 +448,12 @@ def plan(
     return dataclasses.replace(result, lines=lines, report=_report(how, best))
 
 
-def _remarks(option: Option) -> tuple[str, ...]:
-    """Returns the savings that no trace has, with their bytes where they are known, and their
-    costs.
-    """
-    parts = parts_at_peak(next(iter(option.traced.values())), 0, option.step)
-    texts = []
-    for planned in savings_of("by hand", "optimizer"):
-        size = int(planned.of_state * parts["optimizer state"])
-        if planned.change is None and (size or not planned.of_state):
-            saved = f" saves {values.format_bytes(size)}" if size else ""
-            texts.append(f"{planned.saving.name}{saved} ({planned.saving.cost})")
-    return tuple(texts)
+def _remarks() -> tuple[str, ...]:
+    """Returns the savings that no trace has, with their costs."""
+    others = [
+        planned.saving for planned in savings_of("by hand", "optimizer") if not planned.change
+    ]
+    return tuple(f"{saving.name} ({saving.cost})" for saving in others)
 
 
 def _report(option: Option, choice: Choice) -> MemoryReport:

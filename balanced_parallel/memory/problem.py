@@ -4,23 +4,25 @@
 
     Problem    module, criterion and batch, as a user gives them
     Request    the same for one update: with its optimizer, its layout over devices, and its savings
-    Layout     a class that runs such an update on fake devices; ``trace/layouts.py`` has those of this package
+
+``trace/layouts.py`` has a class for each layout, which runs such an update on fake devices.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from ..strategies.tracing import Shard, TracedBatch
+from ..strategies.tracing import TracedBatch
 from .devices import DeviceKind
 from .trace.values import is_small
 
 LossFunction = Callable[..., Tensor]  # a module or a function
+# Classes of trace/layouts.py, which know the engine. What traces any program does not.
+Layout = Any
+OptimizerMaker = Any
 
 
 @dataclass(frozen=True)
@@ -55,106 +57,6 @@ class Problem:
         return dataclasses.replace(self, inputs=inputs, targets=batch.targets.inputs)
 
 
-class Layout(Protocol):
-    """One update on fake devices, and the facts about its kind that an estimate needs."""
-
-    name: ClassVar[str]
-    is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
-    batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
-    is_sharded: ClassVar[bool] = False  # the parameters are DTensors
-    is_whole: ClassVar[bool] = False  # the criterion runs the update, with its backwards
-    buckets: list[Tensor]  # flat tensors of the communication, allocated once
-    parameters: list[nn.Parameter]
-    replicas: Sequence[Any] = ()  # The model has some, and the criterion.
-    optimizers: list[Optimizer]
-    inner_optimizers: list[Optimizer]  # They are those of torch, also inside of balanced ones.
-
-    def __init__(self, request: "Request", module: nn.Module, criterion: LossFunction) -> None: ...
-
-    @classmethod
-    def devices_per_process(cls, devices: int) -> int:
-        """Returns the number of devices over which a process divides the rows of its batch."""
-        return 1 if cls.is_distributed else devices
-
-    @classmethod
-    def pieces(cls, request: "Request") -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
-        """Returns a parameter for each of its pieces on devices that own it, with the facts that
-        tell pieces apart.
-        """
-        return iter(())
-
-    @classmethod
-    def traffic(
-        cls,
-        request: "Request",
-        parameters: int,
-        learned: int,
-        devices: int,
-        micro_batches: int,
-        reductions: int,
-    ) -> int:
-        """Returns the bytes to and from the busiest device per update.
-
-        Args:
-            parameters: their bytes, of which ``learned`` are trained. Frozen values stay where they
-                are, unless they are gathered for each forward.
-            devices: the number of devices of all hosts.
-            reductions: how often gradients are reduced.
-        """
-        moved = 2 * (devices - 1) * learned
-        # a reduce-scatter and an all-gather, or from and to the first device
-        is_ring = request.balanced or cls.is_distributed
-        return 2 * moved // devices if is_ring else moved
-
-    def evaluate(self, part: Shard) -> Tensor:
-        """Runs the forward of one micro-batch, with the loss of its own rows."""
-        ...
-
-    def run(self, part: Shard) -> None:
-        """Runs a whole update, with its backwards and the steps of its optimizers."""
-        return
-
-    def losses(self, micro_batches: Sequence[Shard]) -> list[Callable[[], Tensor]]:
-        """Begins an update. Returns a function for the loss of each micro-batch."""
-        ...
-
-    def take_outputs(self) -> list[object]:
-        """Returns the outputs of the last forward. They stay alive if the request says so."""
-        ...
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Begins a micro-batch that is not the last of its update.
-
-        Its gradients stay unreduced until the end of the block.
-        """
-        return nullcontext()
-
-    def window(self) -> AbstractContextManager[None]:
-        """Surrounds an update, in which parameters are written to by the optimizer alone."""
-        return nullcontext()
-
-    def zero_grad(self) -> None:
-        """Begins an update."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def close(self) -> None:
-        """Ends the process group of the layout, if it has one."""
-        return
-
-
-class OptimizerMaker(Protocol):
-    """The optimizers of an update, which a trace makes once there are parameters."""
-
-    has_state: ClassVar[bool] = False
-
-    def make_all(
-        self, parameters: Iterable[Tensor], model: nn.Module | None = None
-    ) -> list[Optimizer]:
-        """Makes the optimizers, with a :class:`BalancedOptimizer` if there is a model."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One update of a problem to trace."""
@@ -180,6 +82,21 @@ class Request:
     keeps_gradients: bool = False  # The loop clears them behind the forward.
     # Each gradient has a bucket with 0, so that blocks repeat. The memory lacks that of some buckets.
     bucket_bytes: int | None = None
+    blocks: int | None = None  # A trace has so many of a stack of equal blocks; None for all.
+
+    @property
+    def reduces_each(self) -> bool:
+        """True if several micro-batches all reduce their gradients. One that adds to the gradients
+        of the update before is like the last of them.
+        """
+        return self.layout.is_sharded and self.micro_batches > 1 and not self.whole_gradients
+
+    @property
+    def traced_micro_batches(self) -> int:
+        """The micro-batches of an update in a trace: a first, one that adds, one that reduces. More
+        of them need no more memory.
+        """
+        return 1 if self.reduces_each else min(self.micro_batches, 3)
 
     @property
     def rows(self) -> int:
@@ -196,7 +113,8 @@ class Request:
     @property
     def processes(self) -> int:
         """The number of processes, each with rows of its own: ranks, or one."""
-        return self.devices // self.layout.devices_per_process(self.devices)
+        devices: int = self.layout.devices_per_process(self.devices)
+        return self.devices // devices
 
     @property
     def row_step(self) -> int:

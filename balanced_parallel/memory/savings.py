@@ -39,8 +39,6 @@ class PlannedSaving:
         instead_of: the saving that it replaces.
         line: the line of a program that applies it. Without one, the name is an argument of the
             optimizer.
-        of_state: for a saving that no trace can run: the part of the optimizer's state that it
-            saves.
     """
 
     saving: Saving
@@ -49,7 +47,6 @@ class PlannedSaving:
     change: Callable[[Request], Request] | None = None
     instead_of: Saving | None = None
     line: str = ""
-    of_state: float = 0.0
 
     def apply(self, request: Request) -> Request | None:
         """Returns the request with the saving, or None if it does not suit it, or is applied
@@ -255,5 +252,5 @@ PLANNED = (
     ),
     _smaller(optim.SGD),
     _smaller(optim.Adafactor),
-    PlannedSaving(_other_optimizer("AdamW8bit"), "optimizer", of_state=0.75),
+    PlannedSaving(_other_optimizer("AdamW8bit"), "optimizer"),
 )

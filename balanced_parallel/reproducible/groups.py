@@ -22,11 +22,11 @@ PartUnits = Sequence[Sequence[int]]  # The units of the gradient of each part of
 class GroupReport(NamedTuple):
     """Numbers of the groups of rows of a process, for all others."""
 
-    losses: Sequence[float] = ()  # the sum of the losses of each group
-    weights: Sequence[float] = ()
-    units: Mapping[int, PartUnits] = {}
-    digest: float = 0.0  # The settings.
-    refusal: str = ""
+    losses: Sequence[float]  # the sum of the losses of each group
+    weights: Sequence[float]
+    units: Mapping[int, PartUnits]
+    digest: float  # The settings.
+    refusal: str
 
 
 class ReplicaGroups(ReplicaSync):

@@ -55,6 +55,7 @@ class Host:
     """The host, and how its copies see the devices. A trace has another one."""
 
     device = torch.device("cpu")
+    rows = 1  # Bytes are compared with those of so many rows: a trace has any number of them.
     # classes of tensors that can be copied as bytes
     kinds: tuple[type, ...] = (Tensor, nn.Parameter)
 
@@ -208,7 +209,7 @@ class Offload:
     """
 
     def __init__(self, min_bytes: int, host: Host) -> None:
-        self.min_bytes = min_bytes
+        self.min_bytes = min_bytes * host.rows
         self.host = host
         self._lock = threading.Lock()
         self._links: dict[torch.device, Link] = {}

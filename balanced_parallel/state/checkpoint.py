@@ -50,7 +50,6 @@ from .state import (
     describe_bits,
     digest_lines,
     join_tensors,
-    parameters_of,
     split_tensors,
     tensor_key,
 )
@@ -94,8 +93,7 @@ class Checkpoints(values.SaysInstead):
             :class:`TrainStep`, which has model, optimizers, schedulers and random numbers; a
             :class:`RankBatchSampler`; objects of your own. Their tensors are the same on all ranks.
             A part with all methods of ``Part`` is asked about its state. The digest in
-            ``checkpoint.json`` is of the parameters of steps and modules, unless ranks have shards
-            of them.
+            ``checkpoint.json`` is of the parameters of steps, unless ranks have shards of them.
 
     Raises:
         ImportError: the package safetensors is missing.
@@ -194,7 +192,7 @@ class Checkpoints(values.SaysInstead):
         tree, tensors = split_tensors(states)
         folder = self.folder / f"step-{number:08}"
         group = _group()
-        parameters = self._parameters(states)
+        parameters = self._parameters()
         writer = Writer(
             folder, tree, rank, collectives.world_size(), self.keep, self._damaged, parameters
         )
@@ -204,16 +202,12 @@ class Checkpoints(values.SaysInstead):
         self._writing = cast("Future[Any]", writing)
         _unreported[self._writing] = folder
 
-    def _parameters(self, states: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the keys of the parameters of each part, by their keys in the whole state."""
+    def _parameters(self) -> dict[str, str]:
+        """Returns the keys of the parameters of steps, by their keys in the whole state."""
         names: dict[str, str] = {}
         for name, part in self.parts.items():
-            keys: Iterable[str] = ()
             if isinstance(part, Part):
-                keys = part.parameter_keys()
-            elif isinstance(part, nn.Module):
-                _, keys = split_tensors(parameters_of(part, states[name]))
-            names |= {f"{tensor_key([name])}/{key}": key for key in keys}
+                names |= {f"{tensor_key([name])}/{key}": key for key in part.parameter_keys()}
         return names
 
     def wait(self) -> None:

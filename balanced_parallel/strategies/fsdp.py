@@ -603,8 +603,8 @@ class ShardedGradients(GradientRecord):
         for parameter in (*self.parameters, *whole):
             if torch_private.will_run(torch_private.accumulator_of(parameter)) is not False:
                 raise RuntimeError(
-                    "gradients of shards were asked for, by torch.autograd.grad or backward(inputs=...), which ranks do not share, "
-                    "expected a whole backward: call loss.backward(retain_graph=True) and read parameter.grad"
+                    "gradients of shards were asked for, by torch.autograd.grad or backward(inputs=...), which ranks do not "
+                    "share, expected a whole backward: call loss.backward(retain_graph=True) and read parameter.grad"
                 )
 
     def complete(self, slots: Sequence[Slot]) -> None:

@@ -15,10 +15,11 @@ LAYOUTS = [(1, 2), (3, None), (2, 2), (1, "by hand"), (3, "by hand"), ("simulate
 def make_update(model, criterion, way=None, lr=0.1, **settings):
     """Returns a function of inputs and targets that makes an update of SGD, and returns its loss.
 
-    The way is a number of rows in a micro-batch of a step, or None for all of them, or "by hand". Settings are those of a step.
+    The way is a number of rows in a micro-batch of a step, or None for all of them, or "by hand", or "asked": by hand, with
+    gradients that ``torch.autograd.grad`` returns. Settings are those of a step.
     """
     optimizer = sgd(model, criterion, lr=lr)
-    if way != "by hand":
+    if way not in ("by hand", "asked"):
         return TrainStep(model, criterion, optimizer, micro_batch_size=way, **settings)
 
     def by_hand(inputs, targets=()):

@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import memory
+from balanced_parallel.memory.trace import tracer
+from balanced_parallel.memory.trace.allocations import ordered
 
 VOCABULARY = 600
 LENGTH = 16
@@ -97,3 +99,21 @@ def words(rows):
     """Returns random inputs and targets of a language model."""
     torch.manual_seed(1)
     return torch.randint(VOCABULARY, (rows, LENGTH)), torch.randint(VOCABULARY, (rows, LENGTH))
+
+
+def rows_of(request):
+    """Returns the rows of a micro-batch."""
+    return -(-request.rows // request.micro_batches)
+
+
+def trace_both(request):
+    """Returns two traces from few blocks, and those of all blocks, as tuples of what an estimate reads."""
+    numbers = rows_of(request), 2 * rows_of(request)
+    whole = [tracer._trace(request, rows) for rows in numbers]
+    return [
+        [
+            trace and (trace.blocks, ordered(trace.events), trace.marks, trace.flops)
+            for trace in traces
+        ]
+        for traces in (tracer.trace_few(request, numbers), whole)
+    ]

@@ -3,14 +3,18 @@
 import pytest
 
 from balanced_parallel.memory import estimation, lines
+from balanced_parallel.memory.report import OtherBatches
 
 
 @pytest.fixture
 def one_trace(monkeypatch):
     """Makes an estimate trace its own number of rows alone. For tests that ask for no other: it takes half of the time."""
-    monkeypatch.setattr(
-        estimation, "lines_of", lambda request, rows: [lines.trace_exactly(request, rows)] * 2
-    )
+
+    def one(request, rows):
+        traced = lines.trace_exactly(request, rows)
+        return OtherBatches(request, traced, traced)
+
+    monkeypatch.setattr(estimation, "lines_of", one)
 
 
 @pytest.fixture(autouse=True)

@@ -146,7 +146,7 @@ def test_frozen_weights_are_no_traffic_of_an_update():
             balanced_optimizer=balanced,
         )
         option = candidates.Option((), dataclasses.replace(request, **changes), (2**30,) * 2, 4)
-        return option.traffic(3)
+        return option.traffic(3) + option.host_traffic_of_optimizer
 
     assert traffic("replicas") == traffic("ddp") == traffic("replicas", True) == 2 * learned
     assert traffic("replicas", savings=("offload_optimizer",)) == 5 * learned

@@ -150,7 +150,7 @@ def test_plans_are_frozen_and_serialize_to_json(unequal):
     assert equal.report.rows == 24
     with pytest.raises(dataclasses.FrozenInstanceError):
         equal.batch_size = 3
-    for text in ("rows per update", "run twice", "exact", "fits: yes, "):
+    for text in ("rows per update", "flops", "host", "exact", "fits: yes, "):
         assert text in str(again)
 
 

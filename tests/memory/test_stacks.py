@@ -1,10 +1,10 @@
 """Traces of modules with many equal blocks, compared with traces of all of their blocks."""
 
-import contextlib
 import functools
 
 import pytest
 import torch
+from helpers.memory_problems import rows_of, trace_both
 from helpers.slow import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
@@ -57,20 +57,8 @@ def request_for(module, rows=6, criterion=MEAN, **settings):
 
 
 def repeated_trace(request):
-    return tracer._trace_repeated(request, -(-request.rows // request.micro_batches))
-
-
-def trace_both(request):
-    """Returns the trace from few blocks, and that of all blocks, as tuples of what an estimate reads."""
-    rows = -(-request.rows // request.micro_batches)
-    traces = (
-        tracer._trace_repeated(request, rows),
-        tracer._trace_whole(request, rows, contextlib.nullcontext()),
-    )  # Blocks have one line for both.
-    return [
-        trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops)
-        for trace in traces
-    ]
+    (trace,) = tracer.trace_few(request, [rows_of(request)])
+    return trace
 
 
 SETTINGS = {

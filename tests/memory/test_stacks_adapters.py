@@ -1,14 +1,12 @@
 """Traces of models with adapters of peft from few blocks, compared with traces of all of their blocks; quantized weights."""
 
-import contextlib
-
 import pytest
 import torch
+from helpers.memory_problems import trace_both
 
 from balanced_parallel import memory
 from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.problem import Problem
-from balanced_parallel.memory.trace import tracer
 
 pytestmark = [
     pytest.mark.libraries,
@@ -82,16 +80,8 @@ def test_few_blocks_with_adapters_make_the_trace_of_all(name, layout):
     request = make_request(
         problem_of(adapted(name)), device_kind="h200", precision="bf16", **LAYOUTS[layout]
     )
-    rows = -(-request.rows // request.micro_batches)
-    traces = (
-        tracer._trace_repeated(request, rows),
-        tracer._trace_whole(request, rows, contextlib.nullcontext()),
-    )  # Blocks have one line for both.
-    repeated, whole = (
-        trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops)
-        for trace in traces
-    )
-    assert repeated == (None if name in WHOLE else whole)
+    repeated, whole = trace_both(request)
+    assert repeated == ([None] * 2 if name in WHOLE else whole)
 
 
 def quantized(setting):
@@ -115,7 +105,7 @@ def test_four_bit_weights_are_packed():
 
 def test_eight_bit_weights_are_refused_by_name():
     problem = vars(problem_of(quantized("load_in_8bit")))
-    said = r"model.layers.0.self_attn.q_proj \(Linear8bitLt\) has a weight of bitsandbytes.* before its quantization"
+    said = r"model.layers.0.self_attn.q_proj \(Linear8bitLt\) has a weight of bitsandbytes.* about a byte less"
     with pytest.raises(ValueError, match=said):
         memory.estimate(**problem)
     with pytest.raises(ValueError, match=said):

@@ -22,6 +22,7 @@ from balanced_parallel import (
     simulate,
 )
 from balanced_parallel.memory import MemoryPlan
+from balanced_parallel.memory.candidates import Option
 from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.problem import Problem
 from balanced_parallel.memory.trace.tracer import run_traces
@@ -222,7 +223,7 @@ def test_plans_offload_where_less_does_not_fit():
         assert max(cluster.peak) == pytest.approx(plan.chosen.allocated[0], rel=0.02)
         moved = cluster.moved["sim:0", "cpu"] - before["sim:0", "cpu"]
         assert "surround: Savings.around_update" in repr(step)
-        assert 2 * moved == pytest.approx(plan.chosen.traffic, rel=0.02)
+        assert 2 * moved == pytest.approx(plan.chosen.host_traffic, rel=0.02)
     plain = build()
     optimizer = sgd(plain)
     for loss in losses:
@@ -231,6 +232,20 @@ def test_plans_offload_where_less_does_not_fit():
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
+
+
+def test_what_a_plan_offloads_is_the_same_for_all_rows_of_its_traces():
+    """Two rows of the feature map have less than the least bytes of a copy, four have more."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 3, 3, padding=1))
+    images = torch.zeros(4, 3, 96, 96)
+    request = make_request(
+        Problem(net, nn.MSELoss(), images, images),
+        layout="replicas",
+        device_kind="h200",
+        savings=["offload_activations"],
+    )
+    lines = Option((), request, (2**40,), 64).lines(2)
+    assert lines.is_affine
 
 
 @pytest.mark.parametrize(("most", "chunk"), [(None, 256), (100, 100), (300, 256)])

@@ -414,7 +414,7 @@ CHANGE = ("another function later", "two functions in turn")
 
 def is_refused(name, strategy, way, cuts):
     """Returns True for what ranks refuse with an error of its own."""
-    if strategy == "fsdp" and name in NOT_SHARDED:
+    if strategy == "fsdp" and (way == "asked" or name in NOT_SHARDED):
         return True
     if name == "counters and power iterations" and cuts == CUTS[1]:
         return True  # A rank needs rows once to know that there are numbers.

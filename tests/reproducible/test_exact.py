@@ -155,6 +155,31 @@ def test_means_inside_take_two_forwards_once_and_have_the_same_bits_when_resumed
     assert train_with_means(0, resumed=True, rows=SIZE)[0] == expected
 
 
+def two_counts(output, labels, values):
+    return F.cross_entropy(output, labels) + (output - values)[labels > 1].square().mean()
+
+
+def train_with_two_counts(rank, ranks=1, devices=1):
+    """Returns the losses of the step and of the plain program, and digests."""
+    torch.manual_seed(0)
+    module, (inputs, labels) = build_net(), batch()
+    values = torch.sin(7 * inputs[:, :1]).expand(-1, 5)
+    plain = two_counts(module(inputs), labels, values).item()
+    rows = rows_of(rank, ranks)
+    model, criterion = parallelize(module, two_counts, ["cpu"] * devices)
+    step = TrainStep(model, criterion, sgd(module), **BITS)
+    loss = step(inputs[rows], (labels[rows], values[rows]))
+    return loss.item(), plain, bits_of(step, loss)
+
+
+def test_means_over_several_counts_are_exact_and_have_the_same_bits():
+    loss, plain, bits = train_with_two_counts(0)
+    assert loss == pytest.approx(plain, rel=1e-5)
+    assert train_with_two_counts(0, devices=3)[2] == bits
+    for _, _, found in run_ranks(2, train_with_two_counts, 2):
+        assert found == bits
+
+
 def test_parts_of_a_parameter_have_the_same_bits_in_any_layout(monkeypatch):
     """Parameters have parts of 7 elements, of other magnitudes each."""
     monkeypatch.setattr(exact, "_ELEMENTS_ON_CPU", 7)

@@ -132,14 +132,12 @@ def test_the_digest_is_that_of_the_moment_of_the_save(tmp_path):
     assert digest_in(tmp_path / "step-00000001") == digest != step.digest()
 
 
-def test_modules_have_a_digest_and_parts_without_parameters_have_none(tmp_path):
-    net = make_net()
-    save(tmp_path / "net", 1, net=net, part=Part({"tensor": torch.ones(2)}))
-    save(tmp_path / "compiled", 1, net=torch.compile(net, backend="eager"))
-    save(tmp_path / "part", 1, part=Part({"tensor": torch.ones(2)}))
-    found = [digest_in(tmp_path / name / "step-00000001") for name in ("net", "compiled", "part")]
-    assert found[0] == found[1] is not None
-    assert found[2] is None
+def test_a_digest_is_that_of_the_step_whatever_parts_are_beside_it(tmp_path):
+    step = make_step(make_net())
+    save(tmp_path / "alone", 1, net=make_net(), part=Part({"tensor": torch.ones(2)}))
+    save(tmp_path / "step", 1, step=step, net=make_net())
+    assert digest_in(tmp_path / "alone" / "step-00000001") is None
+    assert digest_in(tmp_path / "step" / "step-00000001") == step.digest()
 
 
 def test_a_checkpoint_without_a_digest_is_loaded(tmp_path):

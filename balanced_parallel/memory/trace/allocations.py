@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 import traceback
 import weakref
@@ -96,6 +97,16 @@ class Trace:
     flops: int
 
 
+def ordered(events: list[int]) -> list[int]:
+    """Sorts the releases between two allocations. Their order varies with memory addresses."""
+    runs = itertools.groupby(events, lambda event: event > 0)
+    return [
+        event
+        for is_allocation, run in runs
+        for event in (run if is_allocation else sorted(run, reverse=True))
+    ]
+
+
 # memory that is taken or not: not part of a report but of its upper bound
 MAYBE = "workspace of cuDNN"
 _GROUPED_PRODUCTS = torch.ops.aten._grouped_mm.default
@@ -135,6 +146,11 @@ class Count(TorchDispatchMode):
         # A block, and the place of its release among the events.
         self._reused: tuple[int, int] | None = None
         self._is_paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leaves out a wrapper of torch around each operator: nothing is compiled in a trace."""
+        return False
 
     def paused(self) -> AbstractContextManager[object]:
         """Records nothing in the block. Tensors that outlive it must be seen afterwards."""

@@ -23,9 +23,11 @@ from ...savings.offloading import HOST, Host
 
 
 @contextlib.contextmanager
-def traced_host(device: torch.device) -> Iterator[None]:
-    """Offloads to a fake device in this block."""
-    token = HOST.set(TracedHost(device))
+def traced_host(device: torch.device, rows: int = 1) -> Iterator[None]:
+    """Offloads to a fake device in this block, what is large enough in a micro-batch of one row of
+    ``rows``.
+    """
+    token = HOST.set(TracedHost(device, rows))
     try:
         yield
     finally:
@@ -52,8 +54,9 @@ class TracedHost(Host):
 
     kinds = (*Host.kinds, FakeTensor)
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rows: int) -> None:
         self.device = device
+        self.rows = rows
 
     def stream_of(self, device: torch.device) -> Any:
         """Returns the stream of a device; None for the host."""

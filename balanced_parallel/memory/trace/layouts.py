@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from ...strategies.tracing import (
     window,
 )
 from ..operators import UnknownMemory
-from ..problem import Layout, LossFunction, OptimizerMaker, Request
+from ..problem import LossFunction, Request
 from .allocations import TracedSides
 from .fakes import HOME, fake_devices
 from .private import leaves_of_tree
@@ -49,10 +49,11 @@ from .tracer import groups_of
 
 
 @dataclass(frozen=True)
-class OptimizerChoice(OptimizerMaker):
+class OptimizerChoice:
     """The optimizer of an update, to be made."""
 
     make: Callable[..., Optimizer]
+    has_state: ClassVar[bool] = False
 
     @property
     def plain_make(self) -> Any:
@@ -126,7 +127,7 @@ def use_kernels_of_gpus(optimizers: Iterable[Optimizer]) -> None:
             group["foreach"] = True
 
 
-class ExistingOptimizers(OptimizerMaker):
+class ExistingOptimizers:
     """The optimizers of a step with their state, of which a trace has fake copies.
 
     Balanced ones are made anew there.
@@ -182,13 +183,20 @@ def wrap(criterion: LossFunction) -> DataParallelCriterion:
 P = TypeVar("P", bound=Tensor)
 
 
-class SingleDevice(Layout):
+class SingleDevice:
     """The plain program on one device, and the base of the other layouts.
 
-    An instance runs one update on fake tensors.
+    An instance runs one update on fake tensors. The class has the facts about its kind that an
+    estimate needs.
     """
 
     name = "single"
+    is_distributed = False  # the trace is that of one rank, which stands for all
+    batch_on_host = False  # each device receives its rows from there
+    is_sharded = False  # the parameters are DTensors
+    is_whole = False  # the criterion runs the update, with its backwards
+    buckets: list[Tensor]  # flat tensors of the communication, allocated once
+    replicas: Sequence[Any] = ()  # The model has some, and the criterion.
     _outputs: Sequence[object] = ()
 
     def __init__(self, request: Request, module: nn.Module, criterion: LossFunction) -> None:
@@ -204,11 +212,66 @@ class SingleDevice(Layout):
             use_kernels_of_gpus(self.inner_optimizers)
         self.autocast = partial(Precision(request.precision).autocast, [HOME])
 
+    @classmethod
+    def devices_per_process(cls, devices: int) -> int:
+        """Returns the number of devices over which a process divides the rows of its batch."""
+        return 1 if cls.is_distributed else devices
+
+    @classmethod
+    def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
+        """Returns a parameter for each of its pieces on devices that own it, with the facts that
+        tell pieces apart.
+        """
+        return iter(())
+
+    @classmethod
+    def traffic(
+        cls,
+        request: Request,
+        parameters: int,
+        learned: int,
+        devices: int,
+        micro_batches: int,
+        reductions: int,
+    ) -> int:
+        """Returns the bytes to and from the busiest device per update.
+
+        Args:
+            parameters: their bytes, of which ``learned`` are trained. Frozen values stay where they
+                are, unless they are gathered for each forward.
+            devices: the number of devices of all hosts.
+            reductions: how often gradients are reduced.
+        """
+        moved = 2 * (devices - 1) * learned
+        # a reduce-scatter and an all-gather, or from and to the first device
+        is_ring = request.balanced or cls.is_distributed
+        return 2 * moved // devices if is_ring else moved
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Begins a micro-batch that is not the last of its update.
+
+        Its gradients stay unreduced until the end of the block.
+        """
+        return nullcontext()
+
+    def window(self) -> AbstractContextManager[None]:
+        """Surrounds an update, in which parameters are written to by the optimizer alone."""
+        return nullcontext()
+
+    def zero_grad(self) -> None:
+        """Begins an update."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def close(self) -> None:
+        """Ends the process group of the layout, if it has one."""
+        return
+
     def make_optimizers(self) -> list[Optimizer]:
         """Makes the optimizers of the request."""
-        return self.request.optimizer.make_all(
-            self.parameters, self.module if self.request.balanced else None
-        )
+        model = self.module if self.request.balanced else None
+        optimizers: list[Optimizer] = self.request.optimizer.make_all(self.parameters, model)
+        return optimizers
 
     def loss(self, part: Shard) -> Tensor:
         """Runs the forward of one micro-batch."""
@@ -391,7 +454,8 @@ class DDP(SingleDevice):
         owned = self.parameters
         if self.request.balanced:
             _, owned = busiest_owner(trained(owned), self.request.devices)
-        return self.request.optimizer.make_all(owned)
+        optimizers: list[Optimizer] = self.request.optimizer.make_all(owned)
+        return optimizers
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Makes the gradients of a micro-batch accumulate in the buckets. Nothing is reduced."""

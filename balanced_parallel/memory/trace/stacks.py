@@ -221,8 +221,9 @@ def _count_matches(left: Sequence[Sized], right: Sequence[Sized], *, may_differ:
     )
 
 
-def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Entry]:
-    """Returns the sequence of ``more`` blocks than the shorter one has.
+def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[tuple[Entry, int]]:
+    """Returns the sequence of ``more`` blocks than the shorter one has, each entry with the place
+    that it comes from.
 
     The longer one has one block more.
 
@@ -256,11 +257,11 @@ def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Ent
                     block, size=size, module=entry.label[0].replace("#", str(number))
                 )
             releases.append((released, short[entry.released].label))
-            result[place + shifts[place] * more + lengths[place] * repetition] = Entry(
-                entry.label, number, block, released
-            )
+            extended = Entry(entry.label, number, block, released)
+            target = place + shifts[place] * more + lengths[place] * repetition
+            result[target] = extended, place
     if not all(
-        0 <= place < len(result) and result[place].label == label for place, label in releases
+        0 <= place < len(result) and result[place][0].label == label for place, label in releases
     ):
         raise NotRepeating
     return result
@@ -306,6 +307,46 @@ def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace
     return dataclasses.replace(trace, blocks=blocks, events=events, marks=marks, flops=flops)
 
 
+def extend_traces(shorts: Sequence[Trace], long: Trace, stack: Stack, more: int) -> list[Trace]:
+    """Returns the traces of ``more`` blocks than the shorter ones have, which have other rows each.
+
+    The longer one has one block more than the last of them, whose rows it has. Operations of a
+    block are in proportion to the rows.
+
+    Raises:
+        NotRepeating: the traces do not show it.
+    """
+    *_, last = sequences = [entries_of(short, stack) for short in shorts]
+    if {*map(len, sequences)} != {len(last)}:
+        raise NotRepeating
+    extended = extend(last, entries_of(long, stack), more)
+    flops = (long.flops - shorts[-1].flops) * more
+    return [
+        replace_entries(
+            short,
+            [_with_rows(entry, last[place], other[place]) for entry, place in extended],
+            short.flops + flops * short.rows // shorts[-1].rows,
+        )
+        for short, other in zip(shorts, sequences, strict=True)
+    ]
+
+
+def _with_rows(entry: Entry, before: Entry, other: Entry) -> Entry:
+    """Returns an entry with the size of other rows. It comes from ``before``, which is ``other``
+    with those rows.
+
+    Raises:
+        NotRepeating: they differ in another way, or the size depends on the number of blocks too.
+    """
+    if before._replace(block=None) != other._replace(block=None):
+        raise NotRepeating
+    if entry.block is None or before.size == other.size:
+        return entry
+    if entry.size != before.size:
+        raise NotRepeating
+    return entry._replace(block=dataclasses.replace(entry.block, size=other.size))
+
+
 def find_repeated(request: Request) -> tuple[Stack, int] | None:
     """Returns the stack whose blocks repeat in a trace, and the fewest of them that show it; None if
     all must be traced.
@@ -332,9 +373,10 @@ def divides_evenly(request: Request, stack: Stack) -> bool:
         with stack.cut(count):
             pieces.append(list(_pieces(request, stack)))
     try:
-        return extend(pieces[0], pieces[1], stack.length - FEWEST) == pieces[2]
+        extended = extend(pieces[0], pieces[1], stack.length - FEWEST)
     except NotRepeating:
         return False
+    return [entry for entry, _ in extended] == pieces[2]
 
 
 def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:

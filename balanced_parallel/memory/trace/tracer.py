@@ -42,15 +42,13 @@ from ...strategies.tracing import Shard, TracedBatch
 from ..operators import HINT, KERNELS, UnknownMemory, autograd_kernels, cuda_choices
 from ..problem import Layout, Request
 from . import fakes
-from .allocations import PACKAGE, Count, Trace
+from .allocations import PACKAGE, Count, Trace, ordered
 from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
 from .private import leaves_of_tree
-from .stacks import NotRepeating, entries_of, extend, find_repeated, replace_entries
+from .stacks import NotRepeating, extend_traces, find_repeated, find_stack
 from .values import is_small
 
-# micro-batches: a first, one that adds, one that reduces; more of them need no more memory
-TRACED = 3
 Job = tuple[Request, int]  # the rows of a micro-batch
 T = TypeVar("T")
 
@@ -60,7 +58,7 @@ def run_traces(jobs: Sequence[Job]) -> list[Trace]:
 
     Uses as many processes as there are cores.
     """
-    return _run_in_processes(jobs, _trace)
+    return _traces_of(jobs, _trace)
 
 
 class ProgramError(ValueError):
@@ -71,7 +69,7 @@ class ProgramError(ValueError):
 
 def try_traces(jobs: Sequence[Job]) -> list[Trace | ValueError]:
     """Returns a trace for each of ``jobs``, or the reason why there is none, in one line."""
-    return _run_in_processes(jobs, _trace_or_reason)
+    return _traces_of(jobs, _trace_or_reason)
 
 
 _log = logging.getLogger(__name__)
@@ -231,6 +229,44 @@ def _run_in_processes(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> 
         return processes.run(jobs, run)
 
 
+def _traces_of(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T | Trace]:
+    """Returns a trace of each job: from few blocks where these repeat, else from ``run``."""
+    repeated: list[Trace | None] = []
+    for _, group in itertools.groupby(jobs, key=lambda job: id(job[0])):
+        requests, numbers = zip(*group, strict=True)
+        repeated += trace_few(requests[0], numbers)
+    missing = [job for job, trace in zip(jobs, repeated, strict=True) if trace is None]
+    others = iter(_run_in_processes(missing, run) if missing else [])
+    traces = [trace or next(others) for trace in repeated]
+    return [
+        dataclasses.replace(each, events=ordered(each.events)) if isinstance(each, Trace) else each
+        for each in traces
+    ]
+
+
+def trace_few(request: Request, numbers: Sequence[int]) -> Sequence[Trace | None]:
+    """Returns a trace for each number of rows of a module with many equal blocks, from traces with
+    few of them; None where they do not show it.
+
+    One block more is traced with the last number of rows. The others follow.
+    """
+    nothing = [None] * len(numbers)
+    if (repeated := find_repeated(request)) is None:
+        return nothing
+    stack, fewest = repeated
+    for count in (fewest, fewest + 1):
+        few, more = (dataclasses.replace(request, blocks=count + n) for n in (0, 1))
+        jobs = [(few, rows) for rows in numbers] + [(more, numbers[-1])]
+        traces = _run_in_processes(jobs, _trace_or_reason)
+        complete = [trace for trace in traces if isinstance(trace, Trace)]
+        if len(complete) < len(traces):  # A module may need all blocks, or fail with them too.
+            return nothing
+        *shorts, long = complete
+        with contextlib.suppress(NotRepeating):
+            return extend_traces(shorts, long, stack, stack.length - count)
+    return nothing
+
+
 def _trace_or_reason(request: Request, rows: int) -> Trace | ValueError:
     try:
         return _trace(request, rows)
@@ -250,58 +286,10 @@ def _is_of_package(error: Exception) -> bool:
 
 
 def _trace(request: Request, rows: int) -> Trace:
-    trace = _trace_repeated(request, rows) or _trace_whole(request, rows, nullcontext())
-    return dataclasses.replace(trace, events=_ordered(trace.events))
-
-
-def _ordered(events: list[int]) -> list[int]:
-    """Sorts the releases between two allocations. Their order varies with memory addresses."""
-    runs = itertools.groupby(events, lambda event: event > 0)
-    return [
-        event
-        for is_allocation, run in runs
-        for event in (run if is_allocation else sorted(run, reverse=True))
-    ]
-
-
-def _trace_repeated(request: Request, rows: int) -> Trace | None:
-    """Returns the trace of a module with many equal blocks, from traces with few of them; None if
-    they do not show it.
-    """
-    if (repeated := find_repeated(request)) is None:
-        return None
-    stack, count = repeated
-    short = None
-    traced = count
-    while traced < stack.length:
-        try:
-            long = _trace_whole(request, rows, stack.cut(count))
-        except Exception:  # noqa: BLE001 - a module may need all of its blocks, or fail with them too
-            return None
-        more = stack.length - count + 1
-        if short is not None:
-            with contextlib.suppress(NotRepeating):
-                entries = extend(entries_of(short, stack), entries_of(long, stack), more)
-                return replace_entries(
-                    long, entries, short.flops + (long.flops - short.flops) * more
-                )
-        short = long
-        count = count + 1
-        traced += count
-    return None
-
-
-def _trace_whole(
-    request: Request,
-    rows: int,
-    cut: contextlib.AbstractContextManager[object],
-) -> Trace:
-    """Traces the module, or the module with only some blocks of a stack.
-
-    Releases between two allocations are in any order.
-    """
+    """Traces the module, or the module with only some blocks of a stack."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with cut:
+    stack = find_stack(request.module) if request.blocks else None
+    with nullcontext() if stack is None else stack.cut(request.blocks or 0):
         module, criterion, optimizer = fakes.fake_copy(
             (request.module, request.criterion, request.optimizer), mode, HOME
         )
@@ -316,22 +304,23 @@ def _trace_whole(
         place = host if request.layout.batch_on_host else HOME
         whole = request.batch.resized(rows * request.micro_batches, is_small)
         batch = fakes.fake_batch(whole, mode, place, count)
+        # Traces of a plan have few rows, and the operators of all numbers of them.
+        most_rows = (request.update_rows or 0) * request.row_step
+        rows_each = rows // request.row_step if most_rows else 1
         with (
             fakes.devices_that_mix(),
             fakes.rows_of_one_sequence(),
-            one_chunk(
-                rows / (request.update_rows * request.row_step) if request.update_rows else 0.0
-            ),
+            one_chunk(rows / most_rows if most_rows else 0.0),
             autograd_kernels(KERNELS),
             cuda_choices(request.kind.is_gpu) if request.kind.like_cuda else nullcontext(),
-            traced_host(host) if request.kind.like_cuda else nullcontext(),
+            traced_host(host, rows_each) if request.kind.like_cuda else nullcontext(),
             mode,
             _unknown_memory(count),
         ):
             _run(request, count, module, criterion, batch, rows, savings)
     return Trace(
         rows,
-        min(request.micro_batches, TRACED),
+        request.traced_micro_batches,
         count.blocks,
         count.events,
         count.marks,
@@ -353,7 +342,7 @@ def _run(
     if not is_sharded:
         count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
     plan = batch.plan([HOME], None, rows, int)
-    micro_batches = [shard for (shard,) in itertools.islice(plan, TRACED)]
+    micro_batches = [shard for (shard,) in itertools.islice(plan, request.traced_micro_batches)]
     with (
         count,
         fakes.counting_resizes(count),
@@ -399,7 +388,8 @@ def _evaluate(layout: Layout, count: Count, modules: nn.Module, micro_batches: l
 def _update(request: Request, layout: Layout, count: Count, micro_batches: list[Shard]) -> None:
     count.see_all(layout.buckets, "communication buckets")
     clears_late = request.keeps_gradients and request.micro_batches == 1
-    if not clears_late:
+    adds = request.reduces_each and "second" in count.marks
+    if not clears_late and not adds:
         layout.zero_grad()
     losses = layout.losses(micro_batches)
     while losses:
