@@ -274,7 +274,7 @@ def multiply_forms(first: Form, second: Form) -> Form:
     if "zero" in (first.kind, second.kind):
         return ZERO
     first, second = (first, second) if second.kind == "constant" else (second, first)
-    return first if second.kind == "constant" and first.kind != "bounded" else OTHER
+    return first if second.kind == "constant" else OTHER
 
 
 def lengths_of(shapes: Iterable[torch.Size], rows: int) -> list[float | None]:
