@@ -271,6 +271,7 @@ def add_forms(forms: Sequence[Form]) -> Form:
 
 
 def multiply_forms(first: Form, second: Form) -> Form:
+    """Returns the form of a product."""
     if "zero" in (first.kind, second.kind):
         return ZERO
     first, second = (first, second) if second.kind == "constant" else (second, first)
