@@ -26,7 +26,7 @@ from balanced_parallel import BalancedBatchSampler, ByCost, DataParallelCriterio
 
 CONTEXT = 64  # words of a row, in text without functions and classes
 LONGEST = 128  # words of a row at most
-PADDING, IGNORED = 0, -100  # after the words of a row, in inputs and in targets
+IGNORED = -100  # after the words of a row, in targets
 DEFINITION = re.compile(r"^(?=[ \t]*(?:async def|def|class)\b)", re.MULTILINE)
 VOCABULARY = 8192  # words, by default: most of the memory is then the output layer
 
@@ -71,7 +71,7 @@ class Task:
     @property
     def cut(self) -> ByCost | None:
         """The cut of a step: rows of equal cost for each device, padded to its own longest. None for rows without padding."""
-        return ByCost(words_of_sample, collate=join) if self.train.lengths else None
+        return ByCost(lambda sample: int((sample[1] != IGNORED).sum()), collate=join) if self.train.lengths else None
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch_size: int, precision: str) -> dict[str, float]:
@@ -229,8 +229,7 @@ def text_task(data: Path | None, vocabulary: int | None, dropout: float = 0.0) -
     inputs, targets = pad([row[:-1] for row in rows]), pad([row[1:] for row in rows], padding_value=IGNORED)
     held_out = torch.arange(len(rows)) % 20 == 19
     train, validation = Rows(inputs[~held_out], targets[~held_out]), Rows(inputs[held_out][:128], targets[held_out][:128])
-    size = len(index) + 2
-    mean = sum(map(len, rows)) / len(rows) - 1
+    size, mean = len(index) + 2, sum(map(len, rows)) / len(rows) - 1
     description = f"text: {counts.total():,} words, {size:,} of them different, rows of {mean:.0f} and at most {inputs.size(1)}"
     baseline = unigram_loss(train.targets, validation.targets, size)
     return Task(description, LanguageModel(size, dropout=dropout), train, validation, baseline)
@@ -247,21 +246,11 @@ def split_text(text: str) -> list[list[str]]:
     return [row for row in rows if len(row) > 1]
 
 
-def count_words(inputs: Tensor) -> Tensor:
-    """Returns the number of words in each row."""
-    return (inputs != PADDING).sum(-1)
-
-
-def words_of_sample(sample: tuple[Tensor, Tensor]) -> int:
-    """Returns the number of words in a row."""
-    return int(count_words(sample[0]))
-
-
 def join(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Returns inputs and targets of rows, without the padding that all of them have."""
-    longest = max(map(words_of_sample, samples))
-    inputs, targets = zip(*samples, strict=True)
-    return torch.stack(inputs)[:, :longest], torch.stack(targets)[:, :longest]
+    """Returns the inputs and the targets of rows, without the padding that all of them have."""
+    inputs, targets = map(torch.stack, zip(*samples, strict=True))
+    longest = int((targets != IGNORED).sum(1).max())
+    return inputs[:, :longest], targets[:, :longest]
 
 
 def read_text(data: Path | None) -> str:
@@ -304,8 +293,7 @@ def digits_task(dropout: float = 0.0) -> Task:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
-    targets = torch.tensor(labels)
+    inputs, targets = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
     held_out = torch.arange(len(inputs)) % 5 == 4
     train, validation = (Rows(inputs[rows], targets[rows]) for rows in (~held_out, held_out))
     description = f"digits: {len(inputs):,} images of 8 x 8 pixels in 10 classes"

@@ -119,9 +119,8 @@ class Training:
         batches = itertools.chain.from_iterable(itertools.repeat(make_loader(self.task.train, self.batches, flags.workers)))
         hidden = None if self.is_main else True  # None: shown on a terminal
         steps = tqdm(range(first + 1, flags.steps + 1), initial=first, total=flags.steps, disable=hidden, leave=False)
-        for step, (inputs, targets) in zip(steps, batches, strict=False):
-            batch = (inputs, targets) if self.step.cut is None else ([*zip(inputs, targets, strict=True)],)
-            loss = self.step(*batch).item()
+        for step, batch in zip(steps, batches, strict=False):
+            loss = self.step(*(batch if self.step.cut is None else ([*zip(*batch, strict=True)],))).item()
             if not math.isfinite(loss):  # no later update mends it
                 advice = "begin anew with a smaller --learning-rate or --precision fp32, or go on from an earlier checkpoint"
                 raise FloatingPointError(f"the loss of step {step} is {loss}: {advice}")

@@ -168,7 +168,8 @@ def test_snippets_equal_the_plain_program(page, title):
 @pytest.mark.usefixtures("double")
 def test_the_difference_of_the_page_keeps_loss_accuracy_and_gradients():
     (difference,) = blocks(PAGE, "diff")
-    (problem, _), found = SNIPPETS[PAGE]["The finished program"], {}
+    problem, _ = SNIPPETS[PAGE]["The finished program"]
+    found = {}
     for sign in "-+":
         torch.manual_seed(0)
         names = {}

@@ -95,7 +95,8 @@ def test_an_editable_installation_shows_its_types(tmp_path):
 
 @pytest.mark.slow
 def test_the_wheel_has_the_package_alone_and_the_sdist_what_the_tests_read(built):
-    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    (wheel,) = built.glob("*.whl")
+    (sdist,) = built.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"balanced_parallel"}
     assert "balanced_parallel/py.typed" in names

@@ -45,8 +45,8 @@ class ByCost(Cut):
     Example:
         >>> net = torch.nn.Embedding(10, 4)
         >>> model = DataParallelModel(net, ["cpu"] * 2)
-        >>> criterion = DataParallelCriterion(lambda output: output.sum(), reduction="sum")
-        >>> pad = lambda rows: (torch.nn.utils.rnn.pad_sequence(rows, True), ())
+        >>> criterion = DataParallelCriterion(lambda output, ones: output.sum(), reduction="sum")
+        >>> pad = lambda rows: (torch.nn.utils.rnn.pad_sequence(rows, True), torch.ones(len(rows)))
         >>> cut = ByCost(len, collate=pad, limit=8)
         >>> step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), cut=cut)
         >>> loss = step([torch.arange(5), torch.arange(1), torch.arange(2)])

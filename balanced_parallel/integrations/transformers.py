@@ -526,8 +526,7 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> C
             "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence: expected "
             "loss_type='apo_zero_unpaired', or one device, without accumulation"
         )
-    is_of_generation = getattr(trainer, "loss_type", None) in _OF_GENERATION
-    if is_of_generation:
+    if getattr(trainer, "loss_type", None) in _OF_GENERATION:
         args: Any = trainer.args
         steps = args.steps_per_generation
         if steps != args.gradient_accumulation_steps:
@@ -535,13 +534,10 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> C
                 f"the loss divides by the tokens of steps_per_generation={steps}, and an update has gradient_accumulation_steps="
                 f"{args.gradient_accumulation_steps}, expected equal numbers"
             )
-        # The loss becomes a sum.
-        number = steps * trainer.accelerator.num_processes
-        rows["num_items_in_batch"] = torch.tensor(float(number), device=args.device)
-    loss: Tensor = trainer._counted_loss(model, rows)
-    if is_of_generation:
-        loss = loss / (rows["completion_mask"] * rows.get("tool_mask", 1)).sum().clamp(1)
-    return Computed(loss)
+        # The loss divides by the tokens of a window. These are those of the rows.
+        tokens = (rows["completion_mask"] * rows.get("tool_mask", 1)).sum()
+        rows["num_items_in_batch"] = tokens * steps * trainer.accelerator.num_processes
+    return Computed(trainer._counted_loss(model, rows))
 
 
 def _loss_of_parts(parts: Sequence[Any], otherwise: Tensor) -> Tensor:

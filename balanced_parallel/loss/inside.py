@@ -29,7 +29,7 @@ from ..batch.rows import NOTHING, ParallelModel, count_rows, has_number, take
 from ..replicas.batchnorm import meets_others
 from ..replicas.module_tree import keep_numbers
 from ..replicas.replicas import without_trace
-from .formula import SumNotes
+from .notes import SumNotes
 
 
 class NotedOutput(NamedTuple):

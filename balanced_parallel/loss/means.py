@@ -26,9 +26,10 @@ from .additive import LossOfSums
 from .comparison import BYTES_TOGETHER, ROWS_TO_CHECK, ComparisonOfSums, ShardStatistics, Sums
 from .copies import Calls, ShardLoss
 from .entries import LoggedMeans, LoggedSums, places_beside_loss, places_to_log, refuse_total
-from .formula import OVER_NUMBER, Constant, Form, Formula, Statistic, SumNotes, Unknown, Value
+from .formula import OVER_NUMBER, Constant, Form, Formula, Statistic, Unknown, Value
 from .inside import RowsOfForward, evaluating, run_rows, take_rows
 from .names import ALWAYS, MASKED, ChangedLossError, SumName, UnknownMeanError, compare_names
+from .notes import SumNotes
 from .rules import refuse_coupled, unwrap
 from .sums import LossSum, add_up, weighted_sum, widen
 

@@ -376,6 +376,7 @@ class Accumulation(Attempt):
         """Runs forward and backward of each micro-batch of a plan, with the losses that ``compute``
         returns.
         """
+        compute = functools.partial(self._named, compute)
         before, last = (plan[:-1], plan[-1:]) if run.is_whole else (plan, [])
         if before and self.forwards.state is not None:
             self.forwards.state.open()
@@ -391,6 +392,17 @@ class Accumulation(Attempt):
         for shards in last:
             with profiled("micro-batch") if is_profiled() else NO_RANGE:
                 self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
+
+    def _named(self, compute: Compute, calls: Calls) -> list[LossSum]:
+        """Returns the losses of a micro-batch, whose sums have the same names in all of them.
+
+        An error leaves the outputs to the backward that other ranks wait for.
+        """
+        losses = compute(calls)
+        for names in [[*loss.terms] for loss in losses if loss.terms]:
+            self._names = self._names or names
+            compare_names(self._names, names)
+        return losses
 
     def run_again(self, run: BatchRun, learned: Kind, hand_back: Compute) -> None:
         """Runs a batch in the second of two passes. The first one has shown the kind ``learned``."""
@@ -468,10 +480,6 @@ class Accumulation(Attempt):
             self._total = self._total + move(term.total.detach(), self._device)
             if term.logged:
                 self._logged.append(term.logged)
-            if term.terms:
-                names = [*term.terms]
-                self._names = self._names or names
-                compare_names(self._names, names)
         weight = _sum(weights, self._device)
         if isinstance(weight, Tensor) or weight:
             self._add_weight(weight)

@@ -112,7 +112,8 @@ def test_ranks_have_whole_micro_batches_of_the_same_effective_batches(ranks, siz
 
 
 def test_a_position_with_other_micro_batches_or_of_an_older_checkpoint_continues():
-    (before,), (plain,) = make_samplers(1), make_samplers(1)
+    (before,) = make_samplers(1)
+    (plain,) = make_samplers(1)
     after = [
         RankBatchSampler(ROWS, SIZE, 0, micro_batch_size=2, rank=rank, ranks=3) for rank in range(3)
     ]

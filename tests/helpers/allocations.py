@@ -31,7 +31,8 @@ def used(
     """Returns the peak of the second step of the plain program in bytes, by the CPU's allocator."""
     profile = AllocatorProfile()
     with profile.recorded():
-        net, (inputs, targets) = build(), batch()
+        net = build()
+        inputs, targets = batch()
         if checkpoint:
             checkpoint_activations(net)
         updating = optimizer(net.parameters())
@@ -44,7 +45,8 @@ def used(
 
 def tracked(build, batch, optimizer, precision="fp32", criterion=F.cross_entropy):
     """Returns the peak of the tensors in the second step of the plain program in bytes, by torch's tracker."""
-    net, (inputs, targets) = build(), batch()
+    net = build()
+    inputs, targets = batch()
     updating = optimizer(net.parameters())
     tracker = MemTracker()
     tracker.track_external(net, updating, inputs, targets)

@@ -58,7 +58,8 @@ def correlation_statistics(output, target):
 
 def correlation_loss(total):
     """One minus Pearson's correlation of each class with its targets."""
-    rows, (output, wanted) = total["rows"], total["sums"]
+    rows = total["rows"]
+    output, wanted = total["sums"]
     covariance = total["products"] - output * wanted / rows
     first, second = total["squares"]
     product = (first - output.square() / rows) * (second - wanted.square() / rows)

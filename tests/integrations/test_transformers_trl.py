@@ -172,6 +172,8 @@ CASES = {
     "bnpo": functools.partial(grpo, loss_type="bnpo"),
     "dr_grpo": functools.partial(grpo, loss_type="dr_grpo"),
     "dapo": functools.partial(grpo, loss_type="dapo"),
+    # It was divided by the number of tokens, as the rest of the loss.
+    "dapo and the entropy": functools.partial(grpo, loss_type="dapo", entropy_coef=0.5),
     "cosines": functools.partial(sentences, "CosineSimilarityLoss", "a", "b", score=SCORES),
     "a head": functools.partial(
         sentences, "SoftmaxLoss", "a", "b", label=[number % 5 for number in range(13)]

@@ -252,7 +252,8 @@ def test_ranks_also_without_rows(rank, strategy):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "number"])
 def test_a_loop_by_hand_gets_the_same_structure(case):
     criterion, arguments, pick, _ = CASES[case]
-    net, (inputs, targets) = build_net(), batch(0)
+    net = build_net()
+    inputs, targets = batch(0)
     result = DataParallelCriterion(criterion, **arguments)(
         DataParallelModel(net, ["cpu"] * 3)(inputs), targets
     )
@@ -264,7 +265,8 @@ def test_a_loop_by_hand_gets_the_same_structure(case):
 
 
 def test_functions_of_sums_to_log_take_no_second_pass():
-    net, (inputs, targets) = build_net(), batch(0)
+    net = build_net()
+    inputs, targets = batch(0)
     step = make_step(net, accuracy_without_a_graph, micro_batch_size=2)
     forwards = []
     net.register_forward_hook(lambda *_: forwards.append(1))
@@ -296,7 +298,8 @@ def a_mean_in_two_losses(output, target):
     ],
 )
 def test_a_total_without_the_name_of_the_loss_is_an_error(criterion, text, settings):
-    net, (inputs, targets) = build_net(), batch(0)
+    net = build_net()
+    inputs, targets = batch(0)
     step = make_step(net, criterion, devices=3, **settings)
     with pytest.raises(
         ValueError, match=rf"the criterion returned {text}, .*expected the total in an entry 'loss'"
@@ -323,7 +326,8 @@ UNKNOWN = {"largest": with_an_unknown_value, "rows": with_a_constant}
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_value_does_not_stop_a_step_and_is_never_a_mean_of_means(name, settings):
     """The number of rows of the first shard was returned."""
-    net, (inputs, targets) = build_net(), batch(0)
+    net = build_net()
+    inputs, targets = batch(0)
     step = make_step(net, UNKNOWN[name], devices=3, lr=0.0, **settings)
     unknown = "is not a function of sums over the rows"
     for _ in range(3):
@@ -339,7 +343,8 @@ def test_an_unknown_value_does_not_stop_a_step_and_is_never_a_mean_of_means(name
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_number_that_differs_between_shards_is_refused_in_a_loop_by_hand(devices):
     """Numbers of two equal shards were equal, and half of that of the batch."""
-    net, (inputs, targets) = build_net(), batch(0)
+    net = build_net()
+    inputs, targets = batch(0)
     inputs = inputs[:10]
     targets = targets[:10]
     model = DataParallelModel(net, ["cpu"] * devices)
@@ -352,7 +357,8 @@ def test_a_number_that_differs_between_shards_is_refused_in_a_loop_by_hand(devic
 
 
 def test_verify_takes_the_loss_as_a_step_does():
-    net, (inputs, targets) = build_net(), batch(0)
+    net = build_net()
+    inputs, targets = batch(0)
     report = verify(net, total_and_parts, inputs, targets, device_ids=["cpu"] * 3)
     assert report.equal, report
 
@@ -366,7 +372,8 @@ def test_a_loss_with_other_tensors_is_a_loss_alone():
 
 
 def test_a_value_of_a_batch_that_is_not_split_needs_no_rule():
-    net, (inputs, targets) = build_net(), batch(0)
+    net = build_net()
+    inputs, targets = batch(0)
     step = make_step(net, with_an_unknown_value, devices=1, lr=0.0)
     result = step.criterion(step.model(inputs), targets)
     assert result["largest"].item() == pytest.approx(net(inputs).square().amax().item())
@@ -397,7 +404,8 @@ def test_a_number_that_was_read_from_values_is_not_that_of_one_shard(settings):
         accuracy = (output.argmax(1) == target).double().mean().item()
         return {"loss": F.cross_entropy(output, target), "accuracy": accuracy}
 
-    net, (inputs, targets) = build_net(), batch(0)
+    net = build_net()
+    inputs, targets = batch(0)
     model = DataParallelModel(net, ["cpu"] * 3)
     step = TrainStep(model, DataParallelCriterion(criterion), sgd(net, lr=0.0), **settings)
     for _ in range(3):

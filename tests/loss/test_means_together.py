@@ -231,7 +231,9 @@ def test_a_mean_over_positions_that_each_shard_trims_is_refused(name, devices, m
 def test_masked_means_over_positions_that_each_shard_trims_are_exact(
     name, devices, micro_batch_size
 ):
-    net, loss, (inputs, targets) = Trimmed(), of_positions(MASKED[name]), positions_batch()
+    net = Trimmed()
+    loss = of_positions(MASKED[name])
+    inputs, targets = positions_batch()
     step = still_step(net, DataParallelCriterion(loss), devices, micro_batch_size=micro_batch_size)
     for _ in range(2):
         torch.testing.assert_close(step(inputs, targets), loss(net(*inputs), *targets).detach())

@@ -130,7 +130,6 @@ def test_weights_registered_for_a_subclass_replace_the_rule_of_torch():
     sums = criterion.kind.sums(criterion.cut([output[:2], output[2:]], (target,), {}))
     assert [one.weight for one in sums] == [1, 2]
     assert_close(sums[0].total, F.cross_entropy(output[:2], target[:2]))
-    assert criterion.kind.weight_of((target,)) is None
 
 
 def test_deprecated_reductions_raise_an_error():

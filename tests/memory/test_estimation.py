@@ -67,7 +67,8 @@ def test_peak_equals_the_tracker_of_torch(problem, precision):
 @pytest.mark.usefixtures("one_trace")
 def test_estimate_does_not_change_the_module_or_random_state():
     build, batch = PROBLEMS["convolutions"]
-    net, (inputs, targets) = build(), batch(6)
+    net = build()
+    inputs, targets = batch(6)
     before = {name: (value.data_ptr(), value._version) for name, value in net.state_dict().items()}
     random = torch.get_rng_state()
     memory.estimate(

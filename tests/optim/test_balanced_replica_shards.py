@@ -339,7 +339,8 @@ def test_a_converted_submodule_raises_an_error_with_a_fix():
 
 
 def test_gradients_can_be_read_and_cleared():
-    net, (x, target) = build_net(), next(batches(1))
+    net = build_net()
+    x, target = next(batches(1))
     nn.functional.cross_entropy(net(x), target).backward()
     expected = gradients(net)
     net.zero_grad()
@@ -362,7 +363,8 @@ def test_gradients_can_be_read_and_cleared():
 
 
 def test_autograd_grad_returns_whole_gradients():
-    net, (x, _) = build_net(), next(batches(1))
+    net = build_net()
+    x, _ = next(batches(1))
     expected = torch.autograd.grad(net(x).pow(2).sum(), list(net.parameters()))
     with simulate(3):
         model = DataParallelModel(net)

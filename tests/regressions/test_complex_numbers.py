@@ -62,7 +62,8 @@ def assert_equal_updates(
     micro_batch_size=None,
 ):
     """Compares three clipped updates with the plain program, on all rows."""
-    plain, (inputs, targets) = make_net(), make_batch()
+    plain = make_net()
+    inputs, targets = make_batch()
     optimizer = balanced_or_plain(model, optimizer_class, balanced, lr=0.001)
     expected = optimizer_class(plain.parameters(), lr=0.001)
     step = TrainStep(
@@ -126,7 +127,8 @@ MESSAGE = r"the loss is complex \(complex128\), expected a real scalar: return i
 @pytest.mark.parametrize(("loss", "settings"), LOSSES)
 def test_complex_losses_are_refused(loss, settings):
     """A mean was trained on in silence."""
-    net, (inputs, targets) = make_net(), make_batch()
+    net = make_net()
+    inputs, targets = make_batch()
     model = DataParallelModel(net, CPUS)
     criterion = DataParallelCriterion(loss, **settings)
     with pytest.raises(TypeError, match=MESSAGE):

@@ -191,10 +191,8 @@ class TestWeight:
             lambda o, t: [F.mse_loss(o, t, reduction="sum"), o.sum()], reduction="sum"
         )(outputs, target)
         assert_close(sums[1], net(x).sum())
-        x, target = (
-            torch.randn(6, 4),
-            torch.tensor([1, 2, -100, -100, 0, 3]),
-        )  # a replica of weight zero
+        x = torch.randn(6, 4)
+        target = torch.tensor([1, 2, -100, -100, 0, 3])  # a replica of weight zero
         criterion = DataParallelCriterion(
             lambda o, t: {"nll": F.cross_entropy(o, t)}, weight=lambda o, t: (t != -100).sum()
         )

@@ -84,11 +84,9 @@ class TestOtherDimensions:
             def forward(self, x, state=None):
                 return self.net(x) if state is None else self.net(x + state.sum(0))
 
-        module, x, state = (
-            Stateful(None),
-            torch.randn(2, 4),
-            torch.randn(2, 2, 4),
-        )  # a wrong dimension would fit
+        module = Stateful(None)
+        x = torch.randn(2, 4)
+        state = torch.randn(2, 2, 4)  # a wrong dimension would fit
         model = DataParallelModel(module, CPUS)
         assert_close(model(x, state=Along(state, 1)).gather(), module(x, state))
         assert_close(model(x).gather(), module(x))

@@ -358,7 +358,8 @@ def centred_error(output, target):
 
 
 def test_a_function_says_that_it_sums_rows(double):
-    net, (x, target) = build("tanh"), batch(7)
+    net = build("tanh")
+    x, target = batch(7)
     outputs = DataParallelModel(net, CPUS)(x)
     expected = centred_error(net(x), target)
     found = DataParallelCriterion(centred_error, sums_rows=True, weight="rows")(outputs, target)
@@ -397,7 +398,8 @@ def test_a_divisor_over_all_rows_is_no_mean_of_a_shard(double):
         count = OUTSIDE(output.new_tensor(output.numel()))
         return (output - target).pow(2).sum() / count.clamp(min=1)
 
-    net, (x, target) = build("tanh"), batch(7)
+    net = build("tanh")
+    x, target = batch(7)
     outputs = DataParallelModel(net, CPUS)(x)
     with pytest.raises(ValueError, match="is not a function of sums over the rows"):
         DataParallelCriterion(loss, sums_rows=True)(outputs, target)
@@ -406,14 +408,16 @@ def test_a_divisor_over_all_rows_is_no_mean_of_a_shard(double):
 
 
 def test_a_whole_loss_has_all_rows(double):
-    net, (x, target) = build("codebook"), batch(7)
+    net = build("codebook")
+    x, target = batch(7)
     assert verify(
         net, DataParallelCriterion(Centre(), whole=True), x, target, device_ids=CPUS
     ).equal
 
 
 def test_verify_names_the_sums_of_micro_batches(double):
-    net, (x, target) = build("centred"), batch(7)
+    net = build("centred")
+    x, target = batch(7)
     report = verify(net, nn.MSELoss(), x, target, device_ids=CPUS, micro_batch_size=1)
     assert (
         "SumOverRows: each micro-batch has sums of its own rows, not of the whole batch"

@@ -78,7 +78,8 @@ def test_small_gradients_beside_large_ones_have_the_precision_of_their_group():
 
 
 def check_unused(rank, ranks=1, devices=1):
-    module, (inputs, labels) = build_net(), batch()
+    module = build_net()
+    inputs, labels = batch()
     module[1].never = nn.Linear(3, 3)
     before = module[1].never.weight.detach().clone()
     model, criterion = parallelize(module, nn.CrossEntropyLoss(), ["cpu"] * devices)
@@ -98,7 +99,8 @@ def test_an_unused_parameter_has_no_gradient_and_stays():
 
 
 def test_outputs_are_those_of_each_group():
-    step, (inputs, labels) = make_step(build_net(), devices=3, lr=0.0, **BITS), batch()
+    step = make_step(build_net(), devices=3, lr=0.0, **BITS)
+    inputs, labels = batch()
     _, outputs = step(inputs, labels, return_outputs=True)
     assert [len(output) for output in outputs] == [2, 2, 2, 2, 2, 1]
     assert_close(torch.cat(list(outputs)), step.model.module(inputs), rtol=1e-5, atol=1e-6)
@@ -123,7 +125,8 @@ def train_with_means(rank, ranks=1, devices=1, resumed=False, rows=ROWS):
     The step is another one in each update if it is resumed.
     """
     torch.manual_seed(0)
-    module, (inputs, labels) = Counted(), batch(rows=rows)
+    module = Counted()
+    inputs, labels = batch(rows=rows)
     inputs = inputs[rows_of(rank, ranks)]
     labels = labels[rows_of(rank, ranks)]
     values = torch.sin(7 * inputs[:, :1]).expand(-1, 5)
@@ -162,7 +165,8 @@ def two_counts(output, labels, values):
 def train_with_two_counts(rank, ranks=1, devices=1):
     """Returns the losses of the step and of the plain program, and digests."""
     torch.manual_seed(0)
-    module, (inputs, labels) = build_net(), batch()
+    module = build_net()
+    inputs, labels = batch()
     values = torch.sin(7 * inputs[:, :1]).expand(-1, 5)
     plain = two_counts(module(inputs), labels, values).item()
     rows = rows_of(rank, ranks)
@@ -309,7 +313,8 @@ def test_a_step_that_failed_in_a_group_is_repeated_with_the_same_bits(fails_in, 
 
 def fail_on_rank(rank, failing):
     """Returns digests after two updates. A forward of the last rank fails in the first one."""
-    net, (inputs, labels) = Failing(), batch()
+    net = Failing()
+    inputs, labels = batch()
     rows = rows_of(rank, 2)
     step = parallel_step(net, devices=["cpu"], max_grad_norm=1.0, **BITS)
     torch.manual_seed(7)
@@ -329,7 +334,8 @@ def test_a_step_that_failed_on_one_rank_is_repeated_with_the_same_bits():
 
 
 def run_not_finite(rank, ranks, value, devices, place):
-    net, (inputs, labels) = build_net(), batch(0)
+    net = build_net()
+    inputs, labels = batch(0)
     inputs[place, 0] = value
     step = parallel_step(
         net, devices=["cpu"] * devices, kind=torch.optim.AdamW, max_grad_norm=1.0, **BITS

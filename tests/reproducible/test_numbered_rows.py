@@ -195,7 +195,8 @@ def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers
 
 def train_on_rank(rank, strategy, sizes, micro_batch_size):
     torch.manual_seed(5 + rank)  # the first rank's seed is that of all
-    net, (words, labels) = Net().double(), batch()
+    net = Net().double()
+    words, labels = batch()
     step = parallel_step(
         net,
         NoisyLabels(),
@@ -316,7 +317,8 @@ def test_parts_of_rows_on_a_rank_without_rows(strategy):
 
 
 def add_on_one_rank(rank, strategy, reproducible):
-    net, (words, labels) = Net().double(), batch()
+    net = Net().double()
+    words, labels = batch()
     step = parallel_step(
         net,
         NoisyLabels(),

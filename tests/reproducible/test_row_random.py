@@ -14,7 +14,8 @@ from balanced_parallel.reproducible.row_random import Forward, UpdateRandom, phi
 
 def philox_of_python(key, counter):
     """Philox4x32-10 as the paper writes it."""
-    (k0, k1), words = (key & 0xFFFFFFFF, key >> 32), [counter, 0, 0, 0]
+    k0, k1 = (key & 0xFFFFFFFF, key >> 32)
+    words = [counter, 0, 0, 0]
     for _ in range(10):
         p0 = words[0] * 0xD2511F53
         p1 = words[2] * 0xCD9E8D57

@@ -95,7 +95,8 @@ def expected_of(model, tokens, labels, items=None):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("items", [None, 7, torch.tensor(7)], ids=str)
 def test_loss_and_gradients_equal_those_of_the_logits(name, items):
-    model, (tokens, labels) = MODELS[name](), batch()
+    model = MODELS[name]()
+    tokens, labels = batch()
     loss, expected = expected_of(model, tokens, labels, items)
     before = model(tokens, labels=labels, num_items_in_batch=items)
     assert_close(before.loss.double(), loss, rtol=1e-5, atol=0)
@@ -113,7 +114,8 @@ def test_loss_and_gradients_equal_those_of_the_logits(name, items):
 
 
 def test_labels_may_be_shifted_already():
-    model, (tokens, labels) = llama(), batch()
+    model = llama()
+    tokens, labels = batch()
     loss, _ = expected_of(model, tokens, labels)
     replace_lm_head(model)
     shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
@@ -122,7 +124,8 @@ def test_labels_may_be_shifted_already():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_is_as_before(name):
-    model, (tokens, _) = MODELS[name](), batch()
+    model = MODELS[name]()
+    tokens, _ = batch()
     settings = {
         "max_new_tokens": 4,
         "do_sample": False,
@@ -150,7 +153,8 @@ def own_loss():
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1])
 def test_training_on_simulated_devices_equals_the_plain_model(micro_batch_size):
-    model, (tokens, labels) = gpt2(), batch()
+    model = gpt2()
+    tokens, labels = batch()
     loss, expected = expected_of(model, tokens, labels)
     replace_lm_head(model)
     with simulate(2) as cluster:
@@ -170,7 +174,8 @@ def test_training_on_simulated_devices_equals_the_plain_model(micro_batch_size):
 @pytest.mark.parametrize("name", ["gpt2, tied", slow("llama")])
 @on_ranks(2)
 def test_ranks_equal_the_plain_model(rank, name):
-    model, (tokens, labels) = MODELS[name](), batch()
+    model = MODELS[name]()
+    tokens, labels = batch()
     loss, expected = expected_of(model, tokens, labels)
     replace_lm_head(model)
     parallel, criterion = parallelize(model, own_loss().module, weight=own_loss().weight)
@@ -185,7 +190,8 @@ def test_ranks_equal_the_plain_model(rank, name):
     "changes", [["checkpoint", "replace"], ["replace", "checkpoint"], ["replace"]], ids=" and ".join
 )
 def test_other_savings_apply_too(changes):
-    model, (tokens, labels) = llama(), batch()
+    model = llama()
+    tokens, labels = batch()
     loss, expected = expected_of(model, tokens, labels)
     for change in changes:
         {"checkpoint": savings.checkpoint_activations, "replace": replace_lm_head}[change](model)
@@ -211,10 +217,8 @@ def test_other_savings_apply_too(changes):
     ],
 )
 def test_models_that_change_their_logits_are_refused(config, kind, settings):
-    model, (tokens, labels) = (
-        build(getattr(transformers, config)(**SIZES | settings), getattr(transformers, kind)),
-        batch(),
-    )
+    model = build(getattr(transformers, config)(**SIZES | settings), getattr(transformers, kind))
+    tokens, labels = batch()
     replace_lm_head(model)
     with pytest.raises(
         TypeError,
@@ -281,7 +285,8 @@ def adapted(settings, *, first=False):
 @pytest.mark.parametrize("name", [*PEFT])
 @pytest.mark.parametrize("first", [False, slow(True)], ids=["after", "before"])
 def test_models_of_peft_equal_the_plain_model(name, first):
-    (tokens, labels), plain = batch(), adapted(PEFT[name])
+    tokens, labels = batch()
+    plain = adapted(PEFT[name])
     loss, expected = expected_of(plain, tokens, labels)
     model = adapted(PEFT[name], first=first)
     replace_lm_head(model)
@@ -317,6 +322,7 @@ def test_adapters_of_the_head_are_refused(settings, kind):
     message = rf"the head of PhiForCausalLM is a {kind}, expected nn.Linear: leave the head out of the adapters of peft"
     with pytest.raises(TypeError, match=message):
         replace_lm_head(adapted(settings))
-    model, (tokens, labels) = adapted(settings, first=True), batch()
+    model = adapted(settings, first=True)
+    tokens, labels = batch()
     with pytest.raises(TypeError, match=message):
         model(tokens, labels=labels)

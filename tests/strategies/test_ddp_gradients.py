@@ -135,7 +135,8 @@ def test_parameters_that_are_reached_without_a_gradient_have_none(rank):
     inputs = torch.randn(6, 4)
     targets = torch.randn(6, 6)
     for way in WAYS:
-        plain, (model, update) = Scaled(), make_update(way, Scaled(), nn.MSELoss())
+        plain = Scaled()
+        model, update = make_update(way, Scaled(), nn.MSELoss())
         for learners in ([], [0], [], [0, 1], []):
             plain.zero_grad()
             for number in (0, 1):
@@ -229,7 +230,8 @@ def check_chosen(rank):
     targets = class_targets(6)
     halves = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
     for way in WAYS:
-        plain, (model, update) = Chosen(), make_update(way, Chosen(), nn.CrossEntropyLoss())
+        plain = Chosen()
+        model, update = make_update(way, Chosen(), nn.CrossEntropyLoss())
         for chosen in [(0, 0), (0, 0), (1, 2), (None, 1), (0, 1), (None, None), (2, 2)]:
             plain.zero_grad()
             total = torch.zeros(())
@@ -267,7 +269,8 @@ def test_layers_may_be_frozen_and_unfrozen(rank):
     torch.manual_seed(1)
     batch = torch.randn(6, 4), class_targets(6)
     for way in WAYS:
-        plain, (model, update) = Chosen(), make_update(way, Chosen(), nn.CrossEntropyLoss())
+        plain = Chosen()
+        model, update = make_update(way, Chosen(), nn.CrossEntropyLoss())
         for frozen in (False, True, True, False):
             for net in (plain, model.module):
                 net.first.requires_grad_(not frozen)

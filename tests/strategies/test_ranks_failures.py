@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.fsdp import whole
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
 from helpers.steps import parallel_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import balanced_parallel
-from balanced_parallel import DiceLoss
+from balanced_parallel import DataParallelCriterion, DiceLoss, TrainStep, parallelize
 from balanced_parallel.batch.rows import Batch
 from balanced_parallel.strategies.ranks import RankModel
 from balanced_parallel.training.optimizers import ParameterUpdate
@@ -263,3 +263,25 @@ def test_a_rank_fails_before_it_has_a_plan_for_a_loss_whose_divisors_are_asked(s
     assert losses.isfinite().all()
     assert torch.equal(losses, others)
     assert (errors, errors_there) == (["ElsewhereFailure"], ["ValueError"])
+
+
+def mean_of_squares_or_of_sizes(output, targets, flags):
+    loss = nn.functional.l1_loss if flags.any() else nn.functional.mse_loss
+    return loss(output, targets)
+
+
+@on_ranks(2)
+def test_a_loss_that_changes_between_micro_batches_is_told_to_a_rank_without_rows(rank):
+    """The other rank waits for a backward of FSDP2, of which the outputs are needed."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
+    criterion = DataParallelCriterion(mean_of_squares_or_of_sizes)
+    model, criterion = parallelize(net, criterion, strategy="fsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
+    inputs, targets, flags = torch.randn(4, 4), torch.randn(4, 5), torch.zeros(4)
+    rows = slice(1) if rank == 0 else slice(1, 4)
+    for _ in range(2):
+        step(inputs[rows], (targets[rows], flags[rows]))
+    flags[3] = 1
+    with pytest.raises((ValueError, RuntimeError), match="mse_loss for some rows, and l1_loss"):
+        step(inputs[rows], (targets[rows], flags[rows]))

@@ -286,7 +286,8 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
 @on_ranks(2)
 def test_hooks_of_parameters_are_called_or_refused(rank):
     """FSDP2 replaces parameters, and calls no hook in a backward by hand. A reducer calls those without a gradient too."""
-    inputs, targets = torch.ones(3, 4), torch.zeros(3, 4)
+    inputs = torch.ones(3, 4)
+    targets = torch.zeros(3, 4)
 
     def double(parameter):
         parameter.grad.mul_(2)

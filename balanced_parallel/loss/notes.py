@@ -1,0 +1,781 @@
+"""Notes of the sums over the rows that a criterion or a model computes, and of the operations on them.
+
+A mode of torch sees each call. It tells what the result depends on: nothing, sums, rows, or both. A
+sum of rows is a statistic, and what is computed of statistics is the formula. Python numbers that
+are read from values of the rows are noted too, since a shard may have others.
+"""
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..batch import containers
+from ..replicas.all_rows import sum_over_rows
+from ..runtime.torch_private import (
+    PACK_NAME,
+    base_of,
+    in_checkpoint,
+    is_same,
+    is_sharded,
+    storage_id,
+    versions,
+)
+from .entries import values_to_log
+from .formula import (
+    CONSTANT,
+    CONVERSIONS,
+    OTHER,
+    OVER_NUMBER,
+    SUM,
+    UNCHANGED,
+    ZERO,
+    Constant,
+    Form,
+    Formula,
+    Operation,
+    Statistic,
+    Unknown,
+    Value,
+    add_forms,
+    call_method,
+    flatten,
+    lengths_of,
+    multiply_forms,
+    places_behind,
+    results_in,
+    root,
+)
+from .rules import RULES, arguments_of, divisor, reduction_in
+from .sums import weighted_sum, widen, zero_of
+
+_OF_NOTHING, _OF_SUMS, _OF_ROWS, _OF_BOTH = range(4)
+# Names of one operation, without underscores.
+_NAMES = {
+    "radd": "add",
+    "iadd": "add",
+    "rmul": "mul",
+    "imul": "mul",
+    "multiply": "mul",
+    "isub": "sub",
+    "subtract": "sub",
+    "truediv": "div",
+    "itruediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "negative": "neg",
+}
+# Values of a tensor, as Python objects.
+_READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}
+# The size of the result depends on values.
+_SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount", "pack_padded_sequence"}
+_OF_VALUES = _SELECTIONS | {"where", "__setitem__", PACK_NAME}
+_ELEMENTS = {"unbind", "getitem", "select"}
+_BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
+_PRODUCTS = {"dot", "vdot", "inner", "matmul", "einsum", "tensordot"}
+_SUMS = _PRODUCTS | {"sum", "nansum", "count_nonzero", "trace"}
+_NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
+_REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
+_NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
+_CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
+_PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
+_INDICES = slice, int, type(None), type(...)  # They select elements that no value tells.
+_WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
+# Names of the methods of a tensor. Some cannot be imported by the name that they have themselves.
+_METHODS = {id(each): name for kind in Tensor.__mro__ for name, each in vars(kind).items()}
+
+
+class Facts(NamedTuple):
+    """Facts about a tensor."""
+
+    level: int
+    number: int | None = None  # the place in the formula
+    form: Form = OTHER
+    divided: tuple[int, float] | None = None  # The place of a sum, and the number that divided it.
+    is_target: bool = False  # It does not depend on the outputs.
+    is_selected: bool = False  # The size depends on values.
+    is_element: bool = False  # It is computed of some rows alone.
+    # It was computed without a graph. An autograd function may have given it a derivative.
+    is_inside: bool = False
+    original: "Facts | None" = None  # The facts about the tensor that it copies.
+    text: str = "a tensor"  # "a tensor", or how a constant was made
+
+
+_UNKNOWN = Facts(_OF_ROWS)
+_FIXED = Facts(_OF_NOTHING, form=CONSTANT, is_target=True)
+
+
+class FunctionCall(NamedTuple):
+    """A call of a function of torch."""
+
+    name: str
+    values: Sequence[Any]  # All arguments.
+    kwargs: dict[str, Any]
+    tensors: Sequence[Tensor]  # The result depends on these.
+    level: int
+    writes: bool
+
+
+class _FactsByTensor(WeakIdKeyDictionary):
+    """Facts about tensors while they live. ``ids`` has those of all, which are found faster."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[int] = set()
+
+    def __setitem__(self, tensor: Tensor, facts: Facts) -> None:
+        self.ids.add(id(tensor))
+        super().__setitem__(tensor, facts)
+
+
+class SumNotes(TorchFunctionMode):
+    """Notes the sums over the rows that are computed in its blocks, and the operations on them.
+
+    There may be two blocks: the forward of a model that computes its loss, and a criterion.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics: list[Statistic] = []
+        self.has_unknown_count = False
+        self._is_blind = False
+        self._compared: set[int] = set()  # Python has compared these sums, as min() does.
+        self._operations: list[Operation] = []
+        self._outside: dict[int, Tensor] = {}
+        self._of_model: set[int] = set()
+        self._has_shards = False
+        self._numbers = itertools.count()
+        self._has_graph = True
+        self._knows_numbers = True  # No value of the batch is a Python number.
+        self._has_read = False  # Some are, or the loss is.
+        self._held: list[Tensor] = []  # The storages identify counts.
+        self._rows: int | None = None
+        self._has_entries = False  # Values of the batch are lists with an entry for each row.
+        self._shapes: list[torch.Size] = []  # The shapes of the values of the batch.
+        self._facts = _FactsByTensor()
+
+    def __enter__(self) -> Self:
+        self._has_graph = torch.is_grad_enabled()
+        super().__enter__()
+        return self
+
+    def of_batch(self, values: object, rows: int | None, *, is_blind: bool = False) -> Self:
+        """Tells the values of a batch, whose lists may have an entry for each of the rows.
+
+        With ``is_blind``, tensors without a graph may have one in the next pass.
+        """
+        self._is_blind = is_blind
+        self._rows = rows
+        self._has_entries = self._has_entries or _has_entries(values, rows)
+        self._knows_numbers &= not self._has_entries
+        self._shapes += [tensor.shape for tensor in containers.tensors_in(values)]
+        return self
+
+    def of_targets(self, targets: object) -> Self:
+        """Tells the values that do not depend on the outputs."""
+        for tensor in containers.tensors_in(targets):
+            self._facts[tensor] = Facts(_OF_ROWS, is_target=True)
+        return self
+
+    def of_constants(self, constants: object) -> Self:
+        """Tells the values that do not depend on the rows."""
+        for tensor in containers.tensors_in(constants):
+            self._facts[tensor] = _FIXED
+        return self
+
+    def of_criterion(self, parameters: Iterable[Tensor]) -> Self:
+        """Tells the parameters of the criterion."""
+        for place, parameter in enumerate(parameters):
+            self._facts[parameter] = _FIXED._replace(number=-1 - place)
+        return self
+
+    def of_model(self, parameters: Iterable[Tensor]) -> Self:
+        """Tells parameters that the criterion does not have itself.
+
+        If some are shards, those that are whole in the forward are freed behind it.
+        """
+        for parameter in parameters:
+            if type(parameter) is nn.Parameter:  # It is captured where it is used.
+                continue
+            self._capture(parameter)
+            self._has_shards = self._has_shards or is_sharded(parameter)
+        self._of_model = {*self._outside}
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch, and notes a sum, or an operation on sums."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _PROPERTIES and type(args[0]) is Tensor and id(args[0]) not in self._facts.ids:
+            return func(*args, **kwargs)
+        if func is sum_over_rows:  # The rows of a shard are computed of it.
+            return func(*args, **kwargs)
+        if func in RULES or not self._is_unknown(func, args, kwargs):
+            return self._call(func, args, kwargs)
+        result = func(*args, **kwargs)
+        is_tensor = isinstance(result, Tensor)
+        if is_tensor and result.dim() and id(result) not in self._facts.ids:
+            return result
+        if not is_tensor and name in _PROPERTIES:
+            return result
+        return self._call(func, args, kwargs, result)
+
+    def _is_unknown(self, func: object, args: Any, kwargs: Any) -> bool:
+        """Returns True for most operations of a model: an argument may depend on the rows, and none
+        is a sum.
+        """
+        name = getattr(func, "__name__", "")
+        if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
+            return False
+        is_unknown = False
+        ids = self._facts.ids
+        parts = [*args, *kwargs.values()]
+        for part in parts:
+            if isinstance(part, Tensor):
+                facts = self._facts.get(part) if id(part) in ids else None
+                if facts is None:
+                    # To ask for the class of a parameter takes long.
+                    is_plain = type(part) is Tensor or not isinstance(part, nn.Parameter)
+                    is_unknown = is_unknown or is_plain
+                elif facts.level != _OF_NOTHING or facts.is_selected:
+                    return False
+            elif isinstance(part, (list, tuple)):
+                parts += part
+            elif isinstance(part, dict):
+                return False
+        return is_unknown
+
+    def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
+        """Calls a function, which may have returned one of ``results``, and notes it."""
+        call = self._describe(func, args, kwargs)
+        if func in RULES and call.level == _OF_ROWS:
+            return self._loss(func, arguments_of(func, *args, **kwargs))
+        operation = self._operation(call, func, args, kwargs)
+        if call.writes and call.level:
+            self._keep_values(args[0], call.level)
+        result = results[0] if results else func(*args, **kwargs)
+        self._note_read(call, result)
+        is_same = bool(call.values) and result is call.values[0]
+        if is_same and not call.writes:  # A conversion to the own type returns its argument.
+            return result
+        tensors = results_in(call.name, result, call.values)
+        if operation is not None and tensors:
+            self._note(call, operation, tensors)
+            return result
+        for tensor in tensors:
+            self._learn(tensor, self._facts_of(call, tensor))
+        if call.level == _OF_ROWS and call.name in _REDUCTIONS:
+            self._reduce(call, tensors[0])
+        return result
+
+    def _operation(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Operation | None:
+        """Returns an operation on sums or parameters, or None for another one."""
+        if call.level > _OF_SUMS:
+            return None
+        places = [self._of(tensor).number for tensor in call.tensors]
+        inputs = [place for place in places if place is not None]
+        if not inputs:
+            return None
+        arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
+        name = call.name
+        # Ranks exchange functions. Properties and some operators have none that can be imported.
+        if name == "get":
+            name = func.__self__.__name__
+            func = operator.attrgetter(name)
+        elif id(func) in _METHODS:
+            func = functools.partial(call_method, _METHODS[id(func)])
+        return Operation(func, name, arguments, inputs, (), call.writes, not self._is_inside)
+
+    def _describe(self, func: Any, args: Any, kwargs: Any) -> FunctionCall:
+        whole_name = str(getattr(func, "__name__", ""))
+        name = _NAMES.get(whole_name.strip("_"), whole_name.strip("_"))
+        values = (*args, *kwargs.values())
+        tensors = [part for part in flatten(values) if isinstance(part, Tensor)]
+        if name in CONVERSIONS and args and isinstance(args[0], Tensor):
+            tensors = tensors[:1]
+        levels = {self._of(tensor).level for tensor in tensors}
+        level = _OF_BOTH if {_OF_SUMS, _OF_ROWS} <= levels else max(levels, default=_OF_NOTHING)
+        if level == _OF_BOTH and func is torch.autograd.grad and self._is_of_rows(tensors):
+            level = _OF_ROWS
+        writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
+        return FunctionCall(name, values, kwargs, tensors, level, writes)
+
+    def _is_of_rows(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns True for arguments of a gradient of sums that are not divided, at rows, as forces
+        are: a row has the same one beside others.
+        """
+        facts: list[Facts] = [self._facts.get(each, _UNKNOWN) for each in tensors]
+        kinds = {each.form.kind for each in facts if each.level == _OF_SUMS}
+        return kinds == {"sum"} and not any(isinstance(each, nn.Parameter) for each in tensors)
+
+    @property
+    def _is_inside(self) -> bool:
+        """True in a block without a graph, such as the forward of an autograd function."""
+        return torch.is_grad_enabled() != self._has_graph
+
+    def _of(self, value: object) -> Facts:
+        """Returns what is known of a value."""
+        if not isinstance(value, Tensor):
+            return _FIXED
+        facts: Facts | None = self._facts.get(value)
+        if facts is None and isinstance(value, nn.Parameter):
+            facts = self._capture(value)
+        if facts is None:
+            return _UNKNOWN
+        has_graph = facts.is_inside and value.requires_grad
+        if has_graph and facts.level == _OF_NOTHING:
+            return self._capture(value)
+        if has_graph and facts.level == _OF_SUMS:
+            return facts.original if facts.original and is_same(value) else Facts(_OF_BOTH)
+        return facts
+
+    def _capture(self, parameter: Tensor) -> Facts:
+        """Gives a place to a parameter that the criterion does not have itself."""
+        number = next(self._numbers)
+        self._outside[number] = parameter
+        facts = self._facts[parameter] = _FIXED._replace(number=number)
+        return facts
+
+    def _learn(self, tensor: Tensor, facts: Facts) -> None:
+        """Keeps the facts about a tensor, if they are not those of an unknown one."""
+        if facts == _UNKNOWN:
+            self._facts.pop(tensor, None)
+        else:
+            self._facts[tensor] = facts._replace(is_inside=self._is_inside)
+
+    def _place(self, tensor: Tensor) -> Value | Constant:
+        """Returns the place of a tensor, or a copy of a constant, which may be written to."""
+        facts = self._of(tensor)
+        if facts.number is not None:
+            return Value(facts.number)
+        return Constant(tensor.detach().clone(), facts.text)
+
+    def _keep_values(self, written: Tensor, level: int) -> None:
+        """Copies the statistics in the memory of a tensor that is written to.
+
+        Other tensors in it become unknown.
+        """
+        for number, each in enumerate(self.statistics):
+            if isinstance(each.value, Tensor) and _share_memory(each.value, written):
+                self.statistics[number] = each._replace(value=each.value.clone())
+        unknown = _UNKNOWN if level == _OF_ROWS else Facts(_OF_BOTH)
+        # Sums are scalars, so a write of rows leaves larger tensors as they are.
+        others = [each for each in self._facts if level != _OF_ROWS or each.numel() == 1]
+        for tensor in [base_of(written), *others]:
+            if tensor is not written and _share_memory(tensor, written):
+                self._learn(tensor, unknown)
+
+    def _facts_of(self, call: FunctionCall, result: Tensor) -> Facts:
+        """Returns the facts about a result that is not in the formula."""
+        name, tensors, level = call.name, call.tensors, call.level
+        is_new = name in _NEW and len(tensors) == 1
+        is_created = result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS))
+        is_created = is_created or name == "eye"  # Nothing is written to one, in a penalty.
+        if is_created or (tensors and level == _OF_NOTHING):
+            return _FIXED._replace(text=self._text(name, call.values[int(is_new) :]))
+        if not tensors:
+            return _UNKNOWN  # It may be random, or be written to unseen.
+        if level == _OF_SUMS:
+            return Facts(_OF_BOTH)
+        return self._facts_of_rows(call, result)
+
+    def _facts_of_rows(self, call: FunctionCall, result: Tensor) -> Facts:
+        facts = [*map(self._of, call.tensors)]
+        is_target = all(each.is_target for each in facts) and not result.requires_grad
+        is_selected = any(each.is_selected for each in facts)
+        is_selected = is_selected or _is_selection(call.name, call.tensors, result)
+        is_element = call.name in _ELEMENTS or any(each.is_element for each in facts)
+        is_element = is_element and call.name not in ("any", "all")
+        return Facts(
+            call.level, is_target=is_target, is_selected=is_selected, is_element=is_element
+        )
+
+    def _text(self, name: str, values: Sequence[object]) -> str:
+        leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
+        leaves = [
+            leaf for leaf in leaves if not isinstance(leaf, torch.device)
+        ]  # Replicas differ in it.
+        texts = (self._of(leaf).text if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
+        return f"{name}({', '.join(texts)})"
+
+    def _note_read(self, call: FunctionCall, result: object) -> None:
+        """Notes numbers of Python that may be values of the batch."""
+        if isinstance(result, Tensor):
+            return
+        if type(result) in (int, torch.Size):
+            self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in call.tensors)
+        if call.name == "bool":
+            place = self._of(call.tensors[0]).number
+            if call.level == _OF_SUMS and place is not None:
+                self._compared |= places_behind([Value(place)], self._operations)
+            # A loop may count rows by their truth.
+            self._knows_numbers &= not self._of(call.tensors[0]).is_element
+        if call.name in _READS and call.tensors:
+            facts = self._of(call.tensors[0])
+            self._has_read = self._has_read or bool(facts.level)
+            is_count = facts.is_target or facts.form.kind in ("sum", "bounded")
+            # A loss may be read to print it.
+            self._knows_numbers &= not facts.level or (facts.level == _OF_SUMS and not is_count)
+
+    def _note(self, call: FunctionCall, operation: Operation, results: Sequence[Tensor]) -> None:
+        """Notes an operation on sums or parameters."""
+        first, second = (*call.values, None)[:2]
+        facts, other = self._of(first), self._of(second)
+        is_target = facts.is_target and other.is_target
+        form = self._form_of(call) if call.level else CONSTANT
+        if call.name == "div" and call.level and not call.kwargs:
+            if self._divide(facts, second, results[0]):
+                return
+            form = self._over(facts.form, other.form) or form
+        if form.kind == "sum" and results[0].numel() == 1:
+            self._sum("sum", widen(results[0]), results[0], is_target=is_target)
+            return
+        numbers = [next(self._numbers) for _ in results]
+        self._operations.append(operation._replace(results=numbers))
+        for number, tensor in zip(numbers, results, strict=True):
+            original = facts if call.name in ("clone", "detach") else None
+            self._learn(tensor, Facts(call.level, number, form, None, is_target, original=original))
+
+    def _form_of(self, call: FunctionCall) -> Form:
+        """Returns the form of the result of an operation on sums."""
+        name = call.name
+        if name in ("stack", "cat", "sum", "mean"):
+            return add_forms([*map(self._form, call.tensors)])
+        forms = [*map(self._form, call.values)]
+        if name in UNCHANGED or name == "neg":
+            return forms[0]
+        if name in _BOUNDS and forms[0].kind == "sum":
+            return self._bound(forms[0], call)
+        if len(forms) != 2 or call.kwargs:
+            return OTHER
+        if name in ("add", "sub", "rsub"):
+            return add_forms(forms)
+        has_factor = name == "mul" or (name == "div" and forms[1].kind == "constant")
+        return multiply_forms(*forms) if has_factor else OTHER
+
+    def _form(self, value: object) -> Form:
+        if isinstance(value, (int, float)) and not value:
+            return ZERO
+        return self._of(value).form
+
+    def _bound(self, form: Form, call: FunctionCall) -> Form:
+        """Returns the form of a count with a lower bound that is a number."""
+        settings = {**dict(zip(("input", "min", "max"), call.values, strict=False)), **call.kwargs}
+        least = settings.get("min", settings.get("other"))
+        if isinstance(least, Tensor) and least.is_cpu and self._of(least).level == _OF_NOTHING:
+            least = least.item()
+        if not isinstance(least, (int, float)) or settings.get("max") is not None:
+            return OTHER
+        return form._replace(kind="bounded", least=float(least))
+
+    def _over(self, form: Form, count: Form) -> Form | None:
+        """Returns the form of a quotient whose divisor is a sum, a count from now on, or None."""
+        if count.kind not in ("sum", "bounded"):
+            return None
+        place = next(n for n, each in enumerate(self.statistics) if each.number == count.place)
+        statistic = self.statistics[place]
+        key = statistic.key or object()
+        is_bounded = statistic.is_bounded or count.kind == "bounded"
+        self.statistics[place] = statistic._replace(key=key, is_bounded=is_bounded)
+        return count._replace(kind="mean", key=key) if form.kind == "sum" else OTHER
+
+    def _add(self, kind: str, value: Any, key: Hashable = None, *, may_learn: bool = True) -> int:
+        """Notes a statistic. Returns its place."""
+        number = next(self._numbers)
+        learns = isinstance(value, Tensor) and value.is_floating_point()
+        is_unseen = self._is_blind or not self._has_graph
+        learns = learns and (value.requires_grad or (may_learn and is_unseen))
+        self.statistics.append(Statistic(kind, value, number, key, learns=learns))
+        return number
+
+    def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:
+        """Notes an undivided sum over the rows."""
+        number = self._add(kind, total, may_learn=not is_target)
+        form = SUM._replace(place=number)
+        self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
+
+    def _norm(self, squares: Tensor, result: Tensor, *, is_target: bool) -> None:
+        """Notes the root of a sum of squares."""
+        place = self._add("sum of squares", squares, may_learn=not is_target)
+        number = next(self._numbers)
+        places = [Value(place)], dict[str, object]()
+        self._operations.append(Operation(root, "norm", places, [place], [number]))
+        self._learn(result, Facts(_OF_SUMS, number, is_target=is_target))
+
+    def _quotient(
+        self,
+        kind: str,
+        total: int,
+        count: Any,
+        key: Hashable,
+        result: Tensor,
+        *,
+        is_target: bool,
+        may_learn: bool = True,
+    ) -> None:
+        """Notes the quotient of a sum and a count."""
+        divisor = self._add(kind, count, key, may_learn=may_learn)
+        number = next(self._numbers)
+        text = "" if kind == OVER_NUMBER else kind
+        places = [Value(total), Value(divisor)], dict[str, object]()
+        inputs = [total, divisor]
+        self._operations.append(Operation(torch.div, "div", places, inputs, [number], text=text))
+        form = Form("mean", divisor, key)
+        self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
+
+    def _divide(self, facts: Facts, number: Any, result: Tensor) -> bool:
+        """Divides a sum by a number, which follows from the sizes of the rows.
+
+        Returns False for another division.
+        """
+        is_number = isinstance(number, (int, float)) and bool(number)
+        if not is_number or (facts.form.kind != "sum" and facts.divided is None):
+            return False
+        if not self._knows_numbers:
+            self.has_unknown_count = True
+            self._facts[result] = Facts(_OF_BOTH)
+            return True
+        total, before = facts.divided or (facts.form.place, 1.0)
+        count = before * float(number)
+        key = "a number", count
+        self._quotient(OVER_NUMBER, total, count, key, result, is_target=facts.is_target)
+        self._facts[result] = self._facts[result]._replace(divided=(total, count))
+        return True
+
+    def _reduce(self, call: FunctionCall, result: Tensor) -> None:
+        """Notes the sum of all elements of a tensor or of a product, their mean, or their norm."""
+        rows, name = call.tensors[0], call.name
+        if result.dim() or not rows.dim():
+            return
+        is_target = all(self._of(each).is_target for each in call.tensors)
+        if name in _SUMS:
+            self._sum("sum", widen(result), result, is_target=is_target)
+            return
+        if name in _NORMS:
+            orders = {each for each in call.values if type(each) in (int, float, str)}
+            if orders <= {2, "fro"}:
+                self._norm(widen(result).square(), result, is_target=is_target)
+            return
+        count: Any = rows.numel()
+        if self._of(rows).is_selected:
+            count = torch.tensor(count)  # It does not follow from sizes.
+        total = rows.nansum() if name == "nanmean" else rows.sum(dtype=widen(result).dtype)
+        if name == "nanmean":
+            count = rows.isnan().logical_not().sum()
+        place = self._add(name, widen(total))
+        self._quotient(name, place, count, object(), result, is_target=is_target)
+
+    def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
+        """Computes a loss of torch. Of a mean, the sum and the count are noted."""
+        mean = sum_and_count(function, arguments)
+        name = function.__name__
+        result: Tensor
+        if mean is not None:
+            total, divisor = mean
+            # The recomputation of a checkpoint has the loss alone.
+            hooks = saved_tensors_hooks(_as_it_is, _as_it_is) if in_checkpoint() else None
+            with hooks or contextlib.nullcontext():
+                result = total / divisor
+            key = self._key(function, arguments)
+            has_weight = arguments.get("weight") is not None
+            is_selected = self._of(arguments.get("input")).is_selected
+            is_counted = RULES[function] is RULES[F.cross_entropy] or has_weight or is_selected
+            # Other divisors follow from sizes.
+            count = divisor.item() if divisor.is_cpu and not is_counted else divisor
+            # The graph of a first pass does not tell. Buffers and class labels learn nothing.
+            sources = arguments.get("target"), arguments.get("weight")
+            may_learn = any(map(self._may_learn, sources))
+            place = self._add(name, total)
+            self._quotient(name, place, count, key, result, is_target=False, may_learn=may_learn)
+            return result
+        result = function(**arguments)
+        if reduction_in(arguments) == "sum" and not result.dim():
+            self._sum(name, widen(result), result)
+        else:
+            self._learn(result, _UNKNOWN)
+        return result
+
+    def _may_learn(self, value: object) -> bool:
+        """Returns True for a floating tensor that is not known to be a constant."""
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return False
+        facts = self._of(value)
+        return facts.level != _OF_NOTHING or facts.number is not None
+
+    def _key(self, function: Any, arguments: dict[str, Any]) -> Hashable:
+        """Returns a key that is equal for losses of the same targets, which have the same count."""
+        target = arguments.get("target")
+        rule = RULES[function]
+        is_class = (
+            rule is RULES[F.cross_entropy]
+            and isinstance(target, Tensor)
+            and not target.is_floating_point()
+        )
+        shape = getattr(arguments.get("input"), "shape", None)
+        if not isinstance(target, Tensor) or not (is_class or target.shape == shape):
+            return object()
+        tensors = [
+            tensor for tensor in (target, arguments.get("weight")) if isinstance(tensor, Tensor)
+        ]
+        self._held += tensors  # while they live, no other tensor is at their place
+        places = [
+            (storage_id(each.untyped_storage()), each.storage_offset(), each.shape, each.stride())
+            for each in tensors
+        ]
+        return (
+            rule,
+            *places,
+            *versions(tensors),
+            arguments.get("ignore_index", -100) if is_class else None,
+        )
+
+    def formula(self, result: Any) -> tuple[Formula, list[Statistic]]:
+        """Returns the formula of the result of the criterion, and its statistics."""
+        logged = values_to_log(result)
+        beside = {id(leaf) for name, leaf in containers.leaves(result) if name in logged}
+
+        structure = containers.map_leaves(lambda leaf: self._entry(leaf, beside), result)
+        entries = dict(containers.leaves(structure))
+        places = places_behind(entries.values(), self._operations)
+        if self._has_shards and places & (self._outside.keys() - self._of_model):
+            raise ValueError(
+                "the loss of a model uses parameters that FSDP2 has gathered, as a penalty does, expected a backward of its own "
+                "for them: loss.backward(), then penalty(model.module).backward(); in TrainStep, parameter.register_hook adds a "
+                "derivative"
+            )
+        is_sized = self._knows_numbers and not self._has_entries
+        lengths = lengths_of(self._shapes, self._rows or 0) if is_sized else []
+        statistics = [each for each in self.statistics if each.number in places]
+        formula = Formula(
+            structure,
+            entries,
+            [each for each in self._operations if places.intersection(each.results)],
+            [*map(self._described, statistics)],
+            {name: self._form(leaf) for name, leaf in containers.leaves(result)},
+            {number: each for number, each in self._outside.items() if number in places},
+            logged,
+            lengths,
+            self._has_read,
+        )
+        return formula, statistics
+
+    def _entry(self, leaf: object, beside: set[int]) -> object:
+        """Returns the place of an entry of the result, or Unknown. ``beside`` are values to log."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        facts = self._of(leaf)
+        # A constant to log may be the number of rows of a shard.
+        is_fixed = facts.number is None and id(leaf) in beside
+        is_known = leaf.numel() == 1 and facts.level <= _OF_SUMS and not is_fixed
+        return self._place(leaf) if is_known else Unknown()
+
+    def _described(self, statistic: Statistic) -> Statistic:
+        """Returns a statistic without its value, with its order if Python has compared it."""
+        order = ""
+        if statistic.number in self._compared:
+            before = [
+                each
+                for each in self.statistics
+                if each.number in self._compared and each.number <= statistic.number
+            ]
+            order = f" {len(before)}"
+        count = statistic.value
+        per_row = count / self._rows if isinstance(count, (int, float)) and self._rows else None
+        return statistic._replace(value=None, order=order, per_row=per_row)
+
+    def sums(self) -> list[Tensor]:
+        """Returns the sums that are tensors."""
+        values = (each.value for each in self.statistics)
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def replace(
+        self, sums: Iterable[Tensor], before: Iterable[Tensor], output: Iterable[Tensor]
+    ) -> None:
+        """Takes others in the place of :meth:`sums`, and the tensors of an output."""
+        new = iter(sums)
+        for number, each in enumerate(self.statistics):
+            if isinstance(each.value, Tensor):
+                self.statistics[number] = each._replace(value=next(new))
+        for first, second in zip(before, output, strict=True):
+            if first in self._facts:
+                self._facts[second] = self._facts[first]
+
+    def average(self, result: object) -> None:
+        """Notes that the entries of a result are averaged over the shards, whatever they are."""
+        for _, leaf in containers.leaves(result):
+            if isinstance(leaf, Tensor):
+                total = self._add("the loss", weighted_sum(leaf, 1))
+                self._quotient("the loss", total, 1.0, object(), leaf, is_target=False)
+                self._facts[leaf] = self._facts[leaf]._replace(form=OTHER)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Returns True if two plain tensors have one storage."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if not is_plain or tensor.device != other.device:
+        return False
+    return storage_id(tensor.untyped_storage()) == storage_id(other.untyped_storage())
+
+
+def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
+    """Returns True for an operation whose result has a size that depends on values."""
+    if name == "getitem":
+        return any(index.dtype == torch.bool for index in tensors[1:])
+    return name in _SELECTIONS or (name == "where" and len(tensors) == 1)
+
+
+def _is_plain(index: object) -> bool:
+    """Returns True for an index that no value tells."""
+    indices = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(each, _INDICES) for each in indices)
+
+
+def _has_entries(value: Any, rows: int | None) -> bool:
+    """Returns True for a structure with a list of an entry for each row, such as strings or
+    mappings.
+    """
+    if isinstance(value, Tensor):
+        return False
+    if isinstance(value, list):
+        return not all(
+            isinstance(entry, Tensor) and entry.dim() and len(entry) == rows for entry in value
+        )
+    container = containers.open_container(value)
+    return container is not None and any(_has_entries(child, rows) for child in container.children)
+
+
+def sum_and_count(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Returns the sum and the divisor of a mean that a loss of torch computes, or None for another
+    reduction.
+    """
+    if reduction_in(arguments) not in ("mean", "batchmean"):
+        return None
+    count = divisor(RULES[function], function, arguments)
+    settings = {
+        name: value
+        for name, value in arguments.items()
+        if name not in ("reduction", "size_average", "reduce")
+    }
+    if function is F.ctc_loss:  # The sum omits the division by the length of each sequence.
+        mean = function(**settings)
+        return (widen(mean) * count if count else zero_of(mean)), count
+    if any(
+        isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        for value in settings.values()
+    ):
+        # a sum in float16 overflows
+        return widen(function(**settings, reduction="none")).sum(), count
+    return function(**settings, reduction="sum"), count
