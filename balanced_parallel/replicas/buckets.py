@@ -109,7 +109,9 @@ def prepare_sums(
     flat = [
         transport.pack(layouts, [gradients[place] for place in places]) for gradients in replicas
     ]
-    result = torch.empty_like(flat[0], device=home)
+    # Packed gradients of the first replica are new memory, which takes the sum.
+    is_new = len(places) > 1 and flat[0].device == home
+    result = flat[0] if is_new else torch.empty_like(flat[0], device=home)
 
     def compute() -> Gradients:
         transport.reduce(flat, result)

@@ -49,7 +49,8 @@ def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
             root = places.index(output.device)
             _run(nccl.reduce, [*map(_real, tensors)], _real(output), root=root)
             return
-        copy(output, tensors[0])
+        if output is not tensors[0]:
+            copy(output, tensors[0])
         for tensor in tensors[1:]:
             output.add_(move(tensor, output.device))
 
