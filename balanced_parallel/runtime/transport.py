@@ -6,7 +6,9 @@ Between distinct GPUs they are those of ``torch.cuda.nccl``, which ``nn.DataPara
 Other devices, such as simulated ones, or a GPU and the CPU, have copies. Memory is given by the
 caller, so it belongs to the stream that the caller has chosen.
 
-Sums are taken in the order of the tensors.
+A device takes part in one copy at a time, because a copy runs on a stream of its source, for which
+one of its target waits. So copies between all devices are made in rounds of disjoint pairs: 0-3 and
+1-2, then 0-1 and 2-3, then 0-2 and 1-3. Sums are taken in the order of the tensors.
 """
 
 import itertools
@@ -62,7 +64,8 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
     """
     in_order = [tensor.device for tensor in tensors] == [output.device for output in outputs]
     sizes = [output.numel() for output in outputs]
-    if in_order and len(set(sizes)) == 1 and _have_nccl(tensors):
+    has_nccl = _have_nccl(tensors)
+    if in_order and has_nccl and len(set(sizes)) == 1:
         with (
             torch_private.profiled("reduction")
             if torch_private.is_profiled()
@@ -74,6 +77,10 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
     slices = [
         list(parts) for parts in zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
     ]
+    if in_order and not has_nccl:
+        for left, right in pairs(len(tensors)):
+            slices[left][right] = move(slices[left][right], outputs[left].device)
+            slices[right][left] = move(slices[right][left], outputs[right].device)
     for output, parts in zip(outputs, slices, strict=True):
         reduce(parts, output)
 
@@ -89,8 +96,9 @@ def all_gather(outputs: Sequence[Tensor], sizes: list[int]) -> None:
     if _have_nccl(sent) and len(set(sizes)) == 1:
         _run(nccl.all_gather, [*map(_bits, sent)], [*map(_bits, outputs)])
         return
-    for (source, part), (_, parts) in itertools.permutations(enumerate(slices), 2):
-        copy(parts[source], part[source])
+    for left, right in pairs(len(sent)):
+        copy(slices[left][right], sent[right])
+        copy(slices[right][left], sent[left])
 
 
 def _have_nccl(tensors: Sequence[Tensor]) -> bool:
@@ -236,6 +244,18 @@ def chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
         chunk.append(i)
         open_chunks[tensor.dtype] = chunk, size + tensor.nbytes
     yield from (chunk for chunk, _ in open_chunks.values())
+
+
+def pairs(count: int) -> Iterator[tuple[int, int]]:
+    """Yields each pair of ``count`` devices once, round by round."""
+    # the last of an even number of devices; if ``count`` is odd, nobody's
+    last = count - 1 + count % 2
+    for turn in range(last):
+        for left in range(last):
+            right = (turn - left) % last
+            right = last if right == left else right
+            if left < right < count:
+                yield left, right
 
 
 def copy(target: Tensor, source: Tensor) -> None:

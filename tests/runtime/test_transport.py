@@ -1,4 +1,6 @@
-"""Collectives between devices: sums in the order of the devices, by NCCL's functions where they exist."""
+"""Collectives between devices: sums in the order of the devices, by NCCL's functions where they exist, and in few rounds."""
+
+import itertools
 
 import pytest
 import torch
@@ -6,6 +8,16 @@ from torch.testing import assert_close
 
 from balanced_parallel import simulate
 from balanced_parallel.runtime import transport
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_rounds_have_each_pair_once_and_no_device_twice(count):
+    pairs = list(transport.pairs(count))
+    assert sorted(pairs) == list(itertools.combinations(range(count), 2))
+    busy = [0] * count  # The round in which each device is free.
+    for one, other in pairs:
+        busy[one] = busy[other] = max(busy[one], busy[other]) + 1
+    assert max(busy) == (0 if count == 1 else count if count % 2 else count - 1)
 
 
 def on_devices(count, size, dtype=torch.float64):
