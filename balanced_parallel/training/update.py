@@ -376,7 +376,6 @@ class Accumulation(Attempt):
         """Runs forward and backward of each micro-batch of a plan, with the losses that ``compute``
         returns.
         """
-        compute = functools.partial(self._named, compute)
         before, last = (plan[:-1], plan[-1:]) if run.is_whole else (plan, [])
         if before and self.forwards.state is not None:
             self.forwards.state.open()
@@ -392,17 +391,6 @@ class Accumulation(Attempt):
         for shards in last:
             with profiled("micro-batch") if is_profiled() else NO_RANGE:
                 self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
-
-    def _named(self, compute: Compute, calls: Calls) -> list[LossSum]:
-        """Returns the losses of a micro-batch, whose sums have the same names in all of them.
-
-        An error leaves the outputs to the backward that other ranks wait for.
-        """
-        losses = compute(calls)
-        for names in [[*loss.terms] for loss in losses if loss.terms]:
-            self._names = self._names or names
-            compare_names(self._names, names)
-        return losses
 
     def run_again(self, run: BatchRun, learned: Kind, hand_back: Compute) -> None:
         """Runs a batch in the second of two passes. The first one has shown the kind ``learned``."""
@@ -494,6 +482,9 @@ class Accumulation(Attempt):
             roots, self._divisor, LossSum(self._total, self._weight) if is_last else None
         )
         self._is_reduced = is_last
+        for names in [[*term.terms] for term in losses if term.terms]:
+            self._names = self._names or names
+            compare_names(self._names, names)  # An error earlier would miss the backward of FSDP2.
 
     def _add_weight(self, weight: Weight) -> None:
         """Adds a weight. A sum on a device starts its way to the host."""
