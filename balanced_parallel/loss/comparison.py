@@ -362,7 +362,7 @@ def _join_equal(place: str, values: list[Any], device: torch.device, padding: st
     first, *others = [move_leaves(value, device) for value in values]
     is_one = not isinstance(values[0], (Along, Rows)) and isinstance(first, (Tensor, int, float))
     if is_one and not all(torch.equal(*map(torch.as_tensor, (first, each))) for each in others):
-        raise ValueError(f"{place} differs between samples")
+        raise ValueError(f"{place} differs between samples, expected one value for all")
     return join_rows(place, values, device, padding)
 
 

@@ -294,8 +294,8 @@ def _refuse_quantized(module: nn.Module) -> None:
                 raise UnknownMemory(
                     f"{name} ({type(part).__name__}) has a weight of {kind.__module__}.{kind.__name__}, whose kernels "
                     "take memory that depends on values, such as the number of outliers: give the model before its quantization, "
-                    "with the plain weights in bf16. With eight bits it needs about a byte less for each of these weights. "
-                    "4-bit layers of bitsandbytes are known"
+                    "with the plain weights in bf16 (eight bits need about a byte less for each of them), or 4-bit layers of "
+                    "bitsandbytes, which are known"
                 )
 
 

@@ -98,11 +98,8 @@ def prepare_sums(
         for place in candidates
         if all(_is_dense_in(gradients, place) for gradients in replicas)
     ]
-    sums: Gradients = {}
-    for place in set[int]().union(*replicas).difference(places):
-        present = [move(gradients[place], home) for gradients in replicas if place in gradients]
-        total = functools.reduce(torch.add, present)
-        sums[place] = total.clone() if is_copy and total is present[0] else total
+    others = set[int]().union(*replicas).difference(places)
+    sums = {place: _sum_of(replicas, place, home, is_copy=is_copy) for place in others}
     if not places:
         return lambda: sums
     layouts = [layout_of(leaves[place]) for place in places]
@@ -118,6 +115,15 @@ def prepare_sums(
         return sums | dict(zip(places, transport.unpack(layouts, result), strict=True))
 
     return compute
+
+
+def _sum_of(
+    replicas: Sequence[Gradients], place: int, home: torch.device, *, is_copy: bool
+) -> Tensor:
+    """Returns the sum of a gradient over the replicas that have one."""
+    present = [move(gradients[place], home) for gradients in replicas if place in gradients]
+    total = functools.reduce(torch.add, present)
+    return total.clone() if is_copy and total is present[0] else total
 
 
 def _merged(fresh: Gradients, before: Gradients) -> Gradients:

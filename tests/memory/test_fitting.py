@@ -173,7 +173,7 @@ def test_a_step_that_does_not_fit_names_the_best_saving():
         ) as error:
             memory.fit(step, *words(50))
         assert "The largest holders are " in str(error.value)
-        assert "185.09 KiB of parameters; " in str(error.value)
+        assert "185.09 KiB of parameters, 185.09 KiB of gradients" in str(error.value)
         assert "offload_optimizer would save most, 373.00 KiB" in str(error.value)
         assert step.micro_batch_size == 3
 

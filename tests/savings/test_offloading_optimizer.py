@@ -189,7 +189,7 @@ def test_a_plan_for_one_device_chooses_it_and_runs():
     )
     assert plan.chosen.savings == ("offload_optimizer",)
     assert plan.chosen.exact
-    assert plan.chosen.traffic == 3 * 4 * (512 * 512 + 512)
+    assert plan.chosen.host_traffic == 3 * 4 * (512 * 512 + 512)
     assert "savings.offload_optimizer(optimizer)" in plan.lines
     with simulate(1, memory="2.8MiB"):
         net = make().to("sim:0")

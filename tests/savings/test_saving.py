@@ -24,7 +24,7 @@ def test_the_page_has_a_row_for_each_saving(heading, exact):
         saving = planned.saving
         tried = (
             "as a remark"
-            if planned.of_state
+            if planned.stage == "optimizer" and planned.change is None
             else "by hand"
             if planned.stage == "by hand"
             else "yes"
