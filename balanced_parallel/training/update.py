@@ -241,9 +241,13 @@ class Forwards:
         return run
 
     def undo(self) -> None:
-        """Puts back what the forwards of an update that has failed have advanced."""
+        """Puts back what the forwards of an update that has failed have advanced, and forgets its
+        rows.
+        """
         if self.state is not None:
             self.state.undo()
+        if self.copies.halves is not None:
+            self.copies.halves.pending.clear()
 
     def begin(self, run: BatchRun) -> None:
         """Begins a batch. All ranks call this for their last one.

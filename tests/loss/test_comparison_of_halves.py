@@ -181,3 +181,20 @@ def test_several_losses_of_an_object_have_no_graph_that_tells_them_from_values_t
     step = make_step(Actor(), criterion, devices=1, limit=2)
     with pytest.raises(ValueError, match="expected the loss in an entry 'loss'"):
         step(torch.randn(4, 4), torch.randint(3, (4,)))
+
+
+def test_a_row_of_an_update_that_has_failed_is_forgotten():
+    """It waited for another row, whose loss has another formula, and a right update was refused."""
+
+    def criterion(output, target):
+        if target.min() < 0:
+            raise KeyError("a negative target")
+        loss = F.l1_loss if target.max() > 10 else F.mse_loss
+        return loss(output, target)
+
+    torch.manual_seed(0)
+    step = make_step(nn.Linear(4, 3), criterion, devices=1, limit=1)
+    step(torch.randn(4, 4), torch.rand(4, 3))
+    with pytest.raises(KeyError, match="a negative target"):
+        step(torch.randn(2, 4), torch.tensor([[20.0], [-1.0]]).expand(2, 3))
+    step(torch.randn(4, 4), torch.rand(4, 3))
