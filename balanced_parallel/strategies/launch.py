@@ -102,6 +102,8 @@ def join_process_group(
     """
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
+    atexit.unregister(await_gloo)
+    atexit.register(await_gloo)
     if dist.is_initialized():
         rank = dist.get_rank()
         ranks = dist.get_world_size()
@@ -149,9 +151,14 @@ def end_process_group() -> None:
     # set by an exception that nothing has caught
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
-    # A thread of gloo that releases the tensors of its last collective while the interpreter shuts
-    # down aborts the process (https://github.com/pytorch/pytorch/issues/190489). On a busy machine
-    # it gets a core late.
+
+
+def await_gloo() -> None:
+    """Waits until gloo has released the tensors of its last collective.
+
+    A thread of gloo that does so while the interpreter shuts down aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489). On a busy machine it gets a core late.
+    """
     time.sleep(RELEASE_SECONDS)
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from balanced_parallel.runtime import collectives
 from balanced_parallel.strategies import launch
 from balanced_parallel.strategies.launch import (
     TorchrunEnvironment,
+    await_gloo,
     end_process_group,
     join_process_group,
     rank_device,
@@ -412,3 +414,16 @@ def test_different_ranks_raise_one_error_on_all_of_them(hosts, change, message):
         f"^the ranks differ, expected the same code, versions and settings on all hosts: .*{message}$",
         errors.pop(),
     )
+
+
+def check_exit_of_a_group_of_the_user(rank):
+    parallelize(nn.Linear(4, 3), nn.MSELoss(), ["cpu"])
+    registered = []
+    with mock.patch("atexit.register", registered.append), mock.patch("atexit.unregister"):
+        parallelize(nn.Linear(4, 3), nn.MSELoss(), ["cpu"])  # The group runs already.
+    assert registered == [await_gloo]
+
+
+def test_a_group_of_the_user_ends_when_gloo_has_released_its_tensors():
+    """A thread of gloo that released them later aborted the process: "terminate called without an active exception"."""
+    run_ranks(2, check_exit_of_a_group_of_the_user)
