@@ -67,11 +67,11 @@ from ..runtime.torch_private import (
     run_after_backward,
 )
 from ..runtime.values import check_type
+from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
     RankModel,
-    RankReport,
     RankSync,
     RankUpdate,
     RowSettings,
@@ -528,16 +528,26 @@ class DDPUpdate(RankUpdate):
         )
         self._is_reduced = True
 
-    def agree(self, report: RankReport) -> list[RankReport]:
-        """Returns the reports. The first update rebuilds the buckets.
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
+        """Ends the reduction. The first one rebuilds the buckets."""
+        whole = super().finish(local, settings)
+        self._rebuild()
+        return whole
+
+    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
+        """Forgets the gradients of this rank. Rebuilds the buckets if the others do."""
+        if has_agreed := super().discard(error, divide):
+            self._rebuild()
+        return has_agreed
+
+    def _rebuild(self) -> None:
+        """Rebuilds the buckets after the first update. All ranks call this.
 
         The collectives of this would wait in the next forward, if a rank ran out of memory before.
         """
-        reports = self.exchange(report)
         if not self._model.record.buckets:
             torch_private.rebuild_buckets(self._model)
             self._model.record.take_places()
-        return reports
 
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         """Tells the other ranks of a failure, unless they wait in a layer."""

@@ -419,7 +419,8 @@ class RankUpdate(UpdateSync):
         """Forgets the gradients of this rank, and tells the other ranks, unless they wait for it."""
         self._has_agreed |= self._unshared is not None  # The others wait for it, and go on.
         self._share()
-        is_known = self._has_reports or isinstance(error, ElsewhereFailure)
+        is_told = self._has_reports or self._has_agreed
+        is_known = is_told or isinstance(error, ElsewhereFailure)
         is_memory = isinstance(error, torch.OutOfMemoryError)
         others_wait = not is_known and self.others_wait
         try:
