@@ -17,6 +17,19 @@ from .coupled import CoupledLoss
 from .sums import add_up, weighted_sum, widen
 
 
+def statistics_of(shard: ShardLoss) -> ShardStatistics:
+    """Returns the statistics of a replica. It runs in the thread of the replica."""
+    nothing = shard.nothing()
+    if not shard.rows:
+        return ShardStatistics({}, None, nothing)
+    criterion: Any = shard.criterion
+    result = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
+    tensors = {place: _as_tensor(leaf, nothing.device) for place, leaf in containers.leaves(result)}
+    return ShardStatistics(
+        tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing
+    )
+
+
 class LossOfSums(CoupledLoss):
     """The loss of the statistics of an update, of an :class:`AdditiveLoss`.
 
@@ -33,7 +46,7 @@ class LossOfSums(CoupledLoss):
         self._slopes: dict[Any, Tensor | None] = {}
 
     def _comparison(self) -> ComparisonOfSums:
-        return ComparisonOfSums(self.copies, self.home, self._statistics)
+        return ComparisonOfSums(self.copies, self.home, statistics_of)
 
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
@@ -67,18 +80,7 @@ class LossOfSums(CoupledLoss):
         return True
 
     def _statistics(self, shard: ShardLoss) -> ShardStatistics:
-        """Returns the statistics of a replica. It runs in the thread of the replica."""
-        nothing = shard.nothing()
-        if not shard.rows:
-            return ShardStatistics({}, None, nothing)
-        criterion: Any = shard.criterion
-        result = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
-        tensors = {
-            place: _as_tensor(leaf, nothing.device) for place, leaf in containers.leaves(result)
-        }
-        return ShardStatistics(
-            tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing
-        )
+        return statistics_of(shard)
 
     def _parts(self, calls: Calls) -> list[ShardStatistics]:
         return calls.run(self._statistics)

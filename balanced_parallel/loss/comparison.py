@@ -111,6 +111,10 @@ class ComparisonOfSums:
         self._statistics = statistics
         self._rows = 0  # the rows in the samples of this rank
 
+    def use(self, statistics: Callable[[ShardLoss], ShardStatistics]) -> None:
+        """Computes other statistics from now on."""
+        self._statistics = statistics
+
     def take(self, statistics: Sequence[Sums], calls: Calls) -> None:
         """Takes samples of the first rows of a micro-batch, if they are due."""
         if not self._rows and not self._is_due(statistics):

@@ -458,6 +458,7 @@ class LossOfMeans(LossOfSums):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         self._is_by_hand = True
+        self.comparison.use(functools.partial(statistics_of, with_numbers=True))
         return super().value(calls)
 
     def finish(self, nothing: Tensor) -> Any:
@@ -484,10 +485,7 @@ class LossOfMeans(LossOfSums):
         )
 
     def _comparison(self) -> ComparisonOfMeans:
-        def statistics(shard: ShardLoss) -> ShardStatistics:
-            return statistics_of(shard, has_graph=False, with_numbers=self._is_by_hand)
-
-        return ComparisonOfMeans(self.copies, self.home, statistics)
+        return ComparisonOfMeans(self.copies, self.home, statistics_of)
 
     def _finish(self) -> Any:
         result = self.formula.compute(self._sums(), self.copies.parameters)

@@ -1,6 +1,8 @@
 """Samples of rows: outputs without rows, rows of earlier updates, and complex outputs."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, Whole
+from balanced_parallel import DataParallelCriterion, DataParallelModel, DiceLoss, TrainStep, Whole
+from balanced_parallel.loss.additive import LossOfSums
+from balanced_parallel.loss.means import LossOfMeans
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -198,3 +202,17 @@ def test_a_row_of_an_update_that_has_failed_is_forgotten():
     with pytest.raises(KeyError, match="a negative target"):
         step(torch.randn(2, 4), torch.tensor([[20.0], [-1.0]]).expand(2, 3))
     step(torch.randn(4, 4), torch.rand(4, 3))
+
+
+@pytest.mark.parametrize("kind", [LossOfSums, LossOfMeans])
+def test_a_loss_of_an_update_is_in_no_cycle(kind):
+    """Its tensors stayed on the device until the garbage collector ran, and the next peak was higher."""
+    criterion = DataParallelCriterion(DiceLoss())
+    loss = kind(criterion.copies, torch.device("cpu"))
+    reference = weakref.ref(loss)
+    gc.disable()
+    try:
+        del loss
+        assert reference() is None
+    finally:
+        gc.enable()
