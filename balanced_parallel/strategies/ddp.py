@@ -531,12 +531,14 @@ class DDPUpdate(RankUpdate):
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Ends the reduction. The first one rebuilds the buckets."""
         whole = super().finish(local, settings)
-        self._rebuild()
+        if not self._model.record.buckets:
+            self._rebuild()
         return whole
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Forgets the gradients of this rank. Rebuilds the buckets if the others do."""
-        if has_agreed := super().discard(error, divide):
+        has_agreed = super().discard(error, divide)
+        if has_agreed and not self._model.record.buckets:
             self._rebuild()
         return has_agreed
 
@@ -545,9 +547,8 @@ class DDPUpdate(RankUpdate):
 
         The collectives of this would wait in the next forward, if a rank ran out of memory before.
         """
-        if not self._model.record.buckets:
-            torch_private.rebuild_buckets(self._model)
-            self._model.record.take_places()
+        torch_private.rebuild_buckets(self._model)
+        self._model.record.take_places()
 
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         """Tells the other ranks of a failure, unless they wait in a layer."""
