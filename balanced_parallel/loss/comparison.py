@@ -84,8 +84,9 @@ class Sample(NamedTuple):
     @property
     def reason(self) -> str:
         """The reason why its sums may not add up."""
-        for leaf in objects_in(self.pair[0]):
-            return f"the output has {containers.describe(leaf)}, {_APART}"
+        objects = objects_in(self.pair[0])
+        if objects:
+            return f"the output has {containers.describe(objects[0])}, {_APART}"
         places = (f"output{place.removeprefix('[0]')}" for place in sorted(self.constant))
         return _CONSTANT.format(", ".join(places)) if self.constant else ""
 

@@ -219,7 +219,7 @@ class SumNotes(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is sum_over_rows:  # The rows of a shard are computed of it.
             return func(*args, **kwargs)
-        if func in RULES or not self._is_unknown(func, args, kwargs):
+        if func in RULES or not self._is_unknown(name, args, kwargs):
             return self._call(func, args, kwargs)
         result = func(*args, **kwargs)
         is_tensor = isinstance(result, Tensor)
@@ -229,11 +229,10 @@ class SumNotes(TorchFunctionMode):
             return result
         return self._call(func, args, kwargs, result)
 
-    def _is_unknown(self, func: object, args: Any, kwargs: Any) -> bool:
+    def _is_unknown(self, name: str, args: Any, kwargs: Any) -> bool:
         """Returns True for most operations of a model: an argument may depend on the rows, and none
         is a sum.
         """
-        name = getattr(func, "__name__", "")
         if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
             return False
         is_unknown = False

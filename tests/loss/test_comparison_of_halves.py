@@ -206,7 +206,7 @@ def test_a_row_of_an_update_that_has_failed_is_forgotten():
 
 @pytest.mark.parametrize("kind", [LossOfSums, LossOfMeans])
 def test_a_loss_of_an_update_is_in_no_cycle(kind):
-    """Its tensors stayed on the device until the garbage collector ran, and the next peak was higher."""
+    """A cycle kept its tensors on the device until the garbage collector ran, and the next peak was higher."""
     criterion = DataParallelCriterion(DiceLoss())
     loss = kind(criterion.copies, torch.device("cpu"))
     reference = weakref.ref(loss)

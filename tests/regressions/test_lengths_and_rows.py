@@ -138,7 +138,7 @@ class WithSums(nn.Linear):
 
 @on_ranks(2)
 def test_an_output_without_a_gradient_has_none_on_a_rank_without_rows(rank):
-    """That rank alone ran a collective in the backward, and the process was aborted."""
+    """A collective ran in the backward of that rank alone, and the process was aborted."""
     torch.manual_seed(0)
     net = WithSums(4, 5).double()
 
