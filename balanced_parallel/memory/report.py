@@ -303,7 +303,8 @@ _PAGE = """<!doctype html>
 <style>
 body {{ font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }}
 table {{ border-collapse: collapse; font-size: 0.9rem; }}
-th, td {{ padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid #ddd; overflow-wrap: anywhere; }}
+th, td {{ padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid #ddd; }}
+td {{ overflow-wrap: anywhere; }}
 pre {{ white-space: pre-wrap; }}
 #memory {{ max-width: 100%; overflow: hidden; }}
 @media (max-width: 40rem) {{ table {{ font-size: 0.65rem; }} th, td {{ padding-right: 0.3rem; }} }}
@@ -343,7 +344,7 @@ def write_page(
         verdict=html.escape(verdict or _verdict(report, limits)),
         peak=f"peak of tensors: {peak} on device {hottest}; the allocator and the driver take the rest",
         figure=_figure(report, limits).to_html(
-            {"responsive": True}, full_html=False, div_id="memory"
+            {"responsive": True, "displayModeBar": False}, full_html=False, div_id="memory"
         ),
         holders=holders_table(report, hottest, "html"),
         assumed="".join(
@@ -416,8 +417,8 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
             y=limit / size,
             line_dash="dash",
             line_color="red",
-            annotation_text=f"capacity {format_bytes(limit)}",
-            annotation_position="bottom right",
+            name=f"capacity {format_bytes(limit)}",
+            showlegend=True,
         )
     figure.update_layout(
         xaxis_title="progress of each device",

@@ -277,20 +277,51 @@ def test_notebooks_show_the_tables(report):
     assert format_bytes(report.allocated[0]) in shown
 
 
-@pytest.mark.browser
-def test_page_draws_the_memory_of_each_device(report, tmp_path):
+@pytest.fixture
+def browser():
     from selenium import webdriver
 
-    report.save_html(tmp_path / "page.html", "64KiB")
     options = webdriver.ChromeOptions()
     for flag in ("--headless", "--no-sandbox", "--window-size=1200,900"):
         options.add_argument(flag)
-    with webdriver.Chrome(options=options) as browser:
-        browser.get((tmp_path / "page.html").as_uri())
-        peaks = browser.execute_script(
-            "return document.getElementById('memory').data.map(line => Math.max(...line.y))"
-        )
+    with webdriver.Chrome(options=options) as driver:
+        yield driver
+
+
+@pytest.mark.browser
+def test_page_draws_the_memory_of_each_device(report, tmp_path, browser):
+    report.save_html(tmp_path / "page.html", "64KiB")
+    browser.get((tmp_path / "page.html").as_uri())
+    peaks = browser.execute_script(
+        "return document.getElementById('memory').data.map(line => Math.max(...line.y))"
+    )
     assert peaks == pytest.approx([size / 1024 for size in report.allocated])
+
+
+OVERLAPS = """
+const texts = [...document.querySelectorAll("#memory text, #memory .modebar-btn")];
+const boxes = texts.map((text) => [text.textContent, text.getBoundingClientRect()]).filter(([, box]) => box.width);
+return boxes.flatMap(([name, a], place) => boxes.slice(place + 1)
+  .filter(([, b]) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
+  .map(([other]) => [name, other]));
+"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_page_fits_a_phone_and_no_texts_of_the_figure_overlap(tmp_path, browser, width):
+    """Buttons covered the names of the devices, and the capacity that of the update."""
+    settings = {**REPLICAS, "devices": 4, "micro_batch_size": 2}
+    report = memory.estimate(*SMALL, **settings)
+    report.save_html(tmp_path / "page.html", 2 * max(report.allocated))
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get((tmp_path / "page.html").as_uri())
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    shown = browser.execute_script("return document.getElementById('memory').innerText")
+    assert "device 3" in shown
+    assert "capacity" in shown
+    assert browser.execute_script(OVERLAPS) == []
 
 
 @pytest.mark.parametrize(
