@@ -36,7 +36,7 @@ highlight_language = "none"  # of a block without a language: a drawing or an ou
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
-templates_path = ["site/templates"]
+templates_path = [str(ROOT / "docs" / "site" / "templates")]  # autosummary looks from the root, sphinx from docs/
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 72  # A longer signature has a line for each argument.
