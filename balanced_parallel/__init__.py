@@ -98,11 +98,10 @@ def __getattr__(name: str) -> Any:
         return _refuse_sum_over_rows
     if name not in _PLACES:
         text = f"module {__name__!r} has no attribute {name!r}"
-        if name in _ELSEWHERE:
-            # Only this error reaches "from balanced_parallel import DataParallel". Programs that
-            # look for a class of the integrations by its name expect the other one.
-            kind = AttributeError if name.startswith("Balanced") else ImportError
-            raise kind(f"{text}: {_ELSEWHERE[name]}")
+        if (
+            name in _ELSEWHERE
+        ):  # Only this error reaches "from balanced_parallel import DataParallel".
+            raise ImportError(f"{text}: {_ELSEWHERE[name]}")
         raise AttributeError(text)
     value = globals()[name] = getattr(importlib.import_module(_PLACES[name], __name__), name)
     return value
@@ -117,4 +116,4 @@ def _refuse_sum_over_rows(*arguments: object) -> NoReturn:
 
 def __dir__() -> list[str]:
     """Lists the public names, loaded or not."""
-    return sorted({*globals(), *__all__})
+    return __all__

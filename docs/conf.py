@@ -39,6 +39,7 @@ copybutton_prompt_is_regexp = True
 templates_path = [str(ROOT / "docs" / "site" / "templates")]  # autosummary looks from the root, sphinx from docs/
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True  # A signature with <class ...> would be one long text.
 maximum_signature_line_length = 72  # A longer signature has a line for each argument.
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True

@@ -55,7 +55,7 @@ def is_missing(name):
             or first in DEFINED
             or any(hasattr(namespace, first) for namespace in NAMESPACES)
         )
-    owner = ROOTS.get(first, getattr(balanced_parallel, first, None))
+    owner = ROOTS.get(first) or getattr(balanced_parallel, first, None)
     for part in rest:
         owner = getattr(owner, part, None)
     return owner is None

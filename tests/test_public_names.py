@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers.scripts import SCRIPT
 from test_walls import imported_modules
 
@@ -20,6 +21,22 @@ scatter simulate verify weighted_mean
 def test_public_names_are_exported():
     assert sorted(balanced_parallel.__all__) == PUBLIC.split()
     assert all(getattr(balanced_parallel, name).__doc__ for name in PUBLIC.split())
+
+
+def test_completion_shows_public_names_alone():
+    assert dir(balanced_parallel) == PUBLIC.split()
+
+
+# Marks are made in every update, and the library makes the others. loss_weight names the arguments of the loss.
+NOT_NAMING = {"Along", "PerReplica", "Rows", "SumOverRows", "Whole", "loss_weight"}
+NOT_NAMING |= {"KindComparison", "MemoryPlan", "MemoryReport", "memory", "savings"}
+
+
+def test_public_calls_name_their_arguments():
+    for module in (balanced_parallel, balanced_parallel.memory, balanced_parallel.savings):
+        for name in sorted({*module.__all__} - NOT_NAMING):
+            with pytest.raises(TypeError, match=rf", expected {name}\("):
+                getattr(module, name)(other=1)
 
 
 def test_the_version_is_read_without_torch():

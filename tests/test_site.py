@@ -105,3 +105,7 @@ def test_site_has_a_folder_for_each_release(tmp_path):
         versions = (site / page).read_text().partition(">Versions<")[2].partition("</ul>")[0]
         assert re.findall(r'href="([^"]*)"', versions) == links
         assert all((site / page).parent.joinpath(link).exists() for link in links if link != "#")
+    # The templates of autosummary list members, and not the constructor a second time.
+    reference = (site / "docs" / "reference" / "balanced_parallel.TrainStep.html").read_text()
+    assert "balanced_parallel.TrainStep.__call__" in reference
+    assert "__init__" not in reference

@@ -203,8 +203,8 @@ def _common_rows(
             entry = containers.describe(entries[0])
             raise ValueError(
                 f"{place} is a {type(entries).__name__} of {len(entries)} entries of one type (the first is {entry}): each entry "
-                "may be a row, or have all rows; wrap it in Rows(...) if its entries are rows, make it a tuple if each "
-                "entry has all rows, or wrap it in Whole(...)"
+                "may be a row, or have all rows, or be a batch; wrap it in Rows(...) if its entries are rows, make it a tuple if "
+                "each entry has all rows, or wrap it in Whole(...); pass batches one by one: for inputs, targets in loader"
             )
     return rows if counts else None
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
 from ..runtime.torch_private import CHILDREN, base_of, is_compiled
+from ..runtime.values import naming_arguments
 from . import containers
 from .containers import Dims, Nested, check_dim
 from .marks import MARKS, Along, Arguments, Rows, count_marked_rows, holds_tensors, without_mark
@@ -468,6 +469,7 @@ class Cut:
         raise NotImplementedError
 
 
+@naming_arguments
 def scatter(
     inputs: object,
     device_ids: Sequence[DeviceLike] | None = None,

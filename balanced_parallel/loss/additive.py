@@ -11,6 +11,7 @@ from ..batch import containers
 from ..runtime.collectives import SumOverRanks, world_size
 from ..runtime.devices import move
 from ..runtime.torch_private import is_differentiable
+from ..runtime.values import naming_arguments
 from .comparison import ComparisonOfSums, ShardStatistics, Sums
 from .copies import Calls, CriterionCopies, ShardLoss, call_spread
 from .coupled import CoupledLoss
@@ -189,6 +190,7 @@ class AdditiveLoss(nn.Module):
         tensor(0.0400)
     """
 
+    @naming_arguments
     def __init__(
         self,
         statistics: Callable[..., Any] | None = None,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..runtime.values import check_number
+from ..runtime.values import check_number, naming_arguments
 from .additive import AdditiveLoss
 from .sums import widen
 
@@ -33,6 +33,7 @@ class TverskyLoss(AdditiveLoss):
         torch.Size([])
     """
 
+    @naming_arguments
     def __init__(
         self, alpha: float = 0.5, beta: float = 0.5, smooth: float = 1.0, ignore_index: int = -100
     ) -> None:
@@ -95,6 +96,7 @@ class DiceLoss(TverskyLoss):
         tensor(0.2000)
     """
 
+    @naming_arguments
     def __init__(self, smooth: float = 1.0, ignore_index: int = -100) -> None:
         super().__init__(0.5, 0.5, smooth, ignore_index)
         self.smooth = smooth / 2  # the counts of Dice are twice those of Tversky
@@ -111,5 +113,6 @@ class JaccardLoss(TverskyLoss):
         tensor(0.3333)
     """
 
+    @naming_arguments
     def __init__(self, smooth: float = 1.0, ignore_index: int = -100) -> None:
         super().__init__(1.0, 1.0, smooth, ignore_index)

@@ -138,6 +138,7 @@ def estimate(
     return make_report(request, -(-request.rows // request.micro_batches))
 
 
+@values.naming_arguments
 def compare_kinds(
     module: nn.Module,
     criterion: LossFunction,

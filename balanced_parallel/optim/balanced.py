@@ -27,7 +27,7 @@ from ..replicas.owners import BucketOwners, Piece
 from ..runtime import torch_private, transport
 from ..runtime.collectives import batch_group, rank, world_size
 from ..runtime.torch_private import is_sharded, map_tensors
-from ..runtime.values import check_type, forget_gradients
+from ..runtime.values import check_type, forget_gradients, naming_arguments
 
 _ELEMENTWISE = (
     "SGD",
@@ -117,6 +117,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         [(2, 4), (2,)]
     """
 
+    @naming_arguments
     def __init__(
         self,
         model: nn.Module,

@@ -166,6 +166,7 @@ class Precision:
         Precision('fp16')
     """
 
+    @naming_arguments
     def __init__(
         self, name: "str | Precision" = "fp32", scaler: torch.amp.GradScaler | None = None
     ) -> None:

@@ -10,8 +10,8 @@ from ..replicas.replicas import window
 from ..runtime import values
 
 
-@values.naming_arguments
 @contextmanager
+@values.naming_arguments
 def inference(*modules: nn.Module) -> Iterator[None]:
     """Keeps no activations in this block, and puts modules in evaluation mode until its end.
 

@@ -294,6 +294,7 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool) ->
     return losses.masked_fill_(ignored, 0)  # The losses of ignored rows may be nan.
 
 
+@values.naming_arguments
 def replace_lm_head(model: Any) -> None:
     """Makes a causal language model compute its loss without the logits of all positions, in place.
 

@@ -175,6 +175,7 @@ class Stored:
 
 
 @contextlib.contextmanager
+@values.naming_arguments
 def offload_activations(*, min_bytes: int | str = "1MiB") -> Iterator[None]:
     """Moves what the forward saves for the backward to pinned memory of the host, in every replica.
 
@@ -278,6 +279,7 @@ def _modified(shape: torch.Size) -> RuntimeError:
     )
 
 
+@values.naming_arguments
 def offload_optimizer(optimizer: Optimizer) -> None:
     """Keeps the state of an optimizer on the host, and runs its step there.
 

@@ -150,6 +150,7 @@ class Checkpoints(values.SaysInstead):
         """Returns the folder, the number of checkpoints that stay, and the names of the parts."""
         return f"Checkpoints({str(self.folder)!r}, keep={self.keep}, parts={[*self.parts]})"
 
+    @values.naming_arguments
     def save(self, number: int) -> None:
         """Saves the present state in the background, after the save before.
 

@@ -636,6 +636,7 @@ def _explain(error: Exception, shard: Shard) -> None:
     if is_misplaced and not isinstance(error, torch.OutOfMemoryError):
         description = describe(names or inputs if len(inputs) != 1 else inputs[0])
         error.add_note(
-            f"the inputs of this shard are {description}. If targets are among them, expected step(inputs, targets): write "
-            "step(*batch) for a pair, step({'x': batch['x']}, batch['y']) for a mapping. A step computes loss and backward itself"
+            f"the inputs of this shard are {description}. If targets are among them, expected step(inputs, targets), or "
+            "verify(model, criterion, inputs, targets): write step(*batch) for a pair, step({'x': batch['x']}, batch['y']) for a "
+            "mapping. A step computes loss and backward itself"
         )

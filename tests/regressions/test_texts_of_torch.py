@@ -301,9 +301,13 @@ WAYS = {  # the text, calls that provoke it, and ways out
     ],
     "grad can be implicitly created only for scalar outputs": [
         (
+            lambda: make_model()(INPUTS).gather().backward(),
+            lambda: DataParallelCriterion(CE)(make_model()(INPUTS), TARGETS).backward(),
+        ),
+        (
             lambda: make_model(own_loss, gather_outputs=True)(INPUTS, TARGETS).backward(),
             weighted_loss,
-        )
+        ),
     ],
     "Trying to backward through the graph a second time": [
         (
