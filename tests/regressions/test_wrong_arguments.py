@@ -463,7 +463,7 @@ class TestBatches:
                 else DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
             )
             step = make_step(model, criterion)
-            expected = rf"{description}\. If targets are among them, expected step\(inputs, targets\), or verify\(.*\): write step\(\*batch\) for"
+            expected = rf"{description}\. If targets are among them, expected step\(.*, or verify\(.*: write step\(\*batch\) for"
             added = functools.partial(add_and_apply, step, batch)
             text = error_of(added if way == "add" else functools.partial(step, batch))
             assert re.search(expected, text), text
