@@ -98,9 +98,8 @@ def __getattr__(name: str) -> Any:
         return _refuse_sum_over_rows
     if name not in _PLACES:
         text = f"module {__name__!r} has no attribute {name!r}"
-        if (
-            name in _ELSEWHERE
-        ):  # Only this error reaches "from balanced_parallel import DataParallel".
+        if name in _ELSEWHERE:
+            # Only this error reaches "from balanced_parallel import DataParallel".
             raise ImportError(f"{text}: {_ELSEWHERE[name]}")
         raise AttributeError(text)
     value = globals()[name] = getattr(importlib.import_module(_PLACES[name], __name__), name)
