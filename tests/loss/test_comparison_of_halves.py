@@ -11,8 +11,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, DiceLoss, TrainStep, Whole
-from balanced_parallel.loss.additive import LossOfSums
-from balanced_parallel.loss.means import LossOfMeans
+from balanced_parallel.loss.coupled import WholeLoss
+from balanced_parallel.loss.means import LossOfSums
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -204,7 +204,7 @@ def test_a_row_of_an_update_that_has_failed_is_forgotten():
     step(torch.randn(4, 4), torch.rand(4, 3))
 
 
-@pytest.mark.parametrize("kind", [LossOfSums, LossOfMeans])
+@pytest.mark.parametrize("kind", [WholeLoss, LossOfSums])
 def test_a_loss_of_an_update_is_in_no_cycle(kind):
     """A cycle kept its tensors on the device until the garbage collector ran, and the next peak was higher."""
     criterion = DataParallelCriterion(DiceLoss())

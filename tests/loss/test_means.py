@@ -367,6 +367,9 @@ ACCEPTED = {
     "a division by the rows": lambda out, values: (
         F.mse_loss(out, values, reduction="sum") / len(out)
     ),
+    "several sums over the rows": lambda out, values: (
+        torch.stack([out.abs().sum(), out.exp().sum()]) / len(out)
+    ).sum(),
     "numbers on both sides": lambda out, values: (
         0.5 * (out - values).pow(2).sum() / 2 / out.size(0) / 3
     ),
@@ -460,6 +463,12 @@ PASSES = [
         [8, 8, 8],
     ),
     (lambda out, target: out.where(out > 0, torch.nan).log().nanmean(), [8, 4, 4]),
+    (  # Several counts in one tensor.
+        lambda out, target: (
+            out.abs().sum() / torch.stack([(target > 1).sum(), (target > 0).sum()])
+        ).sum(),
+        [8, 8, 8],
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ from balanced_parallel import (
     PerReplica,
     Rows,
 )
-from balanced_parallel.loss.means import ComparisonOfMeans
+from balanced_parallel.loss.comparison import ComparisonOfSums
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -204,7 +204,7 @@ def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):
     criterion = DataParallelCriterion(Counting(None))
     sums = []
     monkeypatch.setattr(
-        ComparisonOfMeans, "compare_sums", lambda self, *samples: sums.append(samples)
+        ComparisonOfSums, "compare_sums", lambda self, *samples: sums.append(samples)
     )
     for _ in range(7):
         criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
