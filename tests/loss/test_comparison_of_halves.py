@@ -89,6 +89,25 @@ def test_terms_of_outputs_without_rows_name_the_output(net, reduce):
         step(torch.randn(8, 4), torch.randn(8, 3))
 
 
+def test_rows_that_are_equal_in_all_shards_by_chance_are_rows():
+    """They look like an output without rows beside another output."""
+
+    class Two(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs[:, :4]), inputs[:, 4:]
+
+    torch.manual_seed(0)
+    inputs = torch.cat([torch.randn(2, 4).repeat(2, 1), torch.randn(4, 2)], dim=1)
+    target = torch.randn(4, 3)
+
+    def criterion(output, other, target):
+        return F.mse_loss(output, target) + other.sum(1).square().mean()
+
+    net = Two(4, 3)
+    expected = criterion(*net(inputs), target)
+    assert_close(make_step(net, criterion, lr=0.0)(inputs, target), expected.detach())
+
+
 def test_an_output_that_has_rows_of_its_own_names_its_size():
     def boxes_of_all_images(inputs):
         return inputs.repeat(3, 1)[:10]
