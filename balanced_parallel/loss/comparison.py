@@ -41,7 +41,7 @@ from .additive import AdditiveLoss
 from .copies import Calls, CriterionCopies, ShardLoss, T, shards_of_targets
 from .formula import OVER_NUMBER, Formula
 from .inside import RowsOfForward, evaluating, run_rows, take_rows
-from .names import COUNTS, MASKED, SumName, UnknownMeanError, compare_names
+from .names import MASKED, SIZED, SumName, UnknownMeanError, compare_names
 from .rules import refuse_coupled
 from .sums import widen
 
@@ -374,7 +374,7 @@ class ComparisonOfSums:
         of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
         raise UnknownMeanError(
             f"the loss of {containers.describe(criterion)} does not add up over the rows: {reason}",
-            COUNTS if is_of_number else of_rows,
+            SIZED if is_of_number else of_rows,
         ) from cause
 
 

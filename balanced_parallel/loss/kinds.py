@@ -88,7 +88,7 @@ class Kind(abc.ABC):
     passes: ClassVar[int] = 1
     couples_rows: ClassVar[bool] = False  # parts of the rows have no loss of their own
     knows_divisor: ClassVar[bool] = True  # The loss has not to run for it.
-    loss: type[CoupledLoss]  # that of an update of two passes, or by hand
+    loss: type[CoupledLoss]  # The loss of an update of two passes, or by hand.
     reduction: str = "sum"
     is_mean: bool = False  # the sum of all parts is divided by the sum of their weights
     least: float = 0.0  # the smallest divisor

@@ -29,7 +29,7 @@ from .copies import Calls, CriterionCopies, ShardLoss
 from .coupled import CoupledLoss
 from .entries import LoggedMeans, LoggedSums, places_beside_loss, places_to_log, refuse_total
 from .formula import Constant, Form, Formula, Statistic, Unknown, Value
-from .names import ALWAYS, COUNTS, ChangedLossError, SumName, UnknownMeanError
+from .names import ALWAYS, SIZED, ChangedLossError, SumName, UnknownMeanError
 from .notes import SumNotes
 from .rules import refuse_coupled, unwrap
 from .sums import LossSum, add_up, weighted_sum, widen
@@ -204,7 +204,7 @@ def _refuse_unknown(
         raise UnknownMeanError(
             f"the loss{place} of {containers.describe(criterion)} is a sum over a number that was read from values of the batch, "
             "as int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard",
-            COUNTS,
+            SIZED,
         )
     setting = getattr(criterion, "reduction", "mean")
     note = (
@@ -296,9 +296,15 @@ class LossOfSums(CoupledLoss):
 
     def finish(self, nothing: Tensor) -> Any:
         """Returns the loss of all statistics. An evaluation has those of several batches."""
-        if not self._sum_over_ranks(nothing):
+        ranks = self._sum_over_ranks(nothing)
+        if not ranks:
             raise ValueError(
                 "the batch has no rows, expected one at least: there are no statistics"
+            )
+        if self._is_by_hand and len(ranks) < world_size() and self.formula.outside:
+            raise ValueError(
+                "the criterion uses parameters that are not its own, and a rank has no rows, expected rows on each rank: add a "
+                "penalty to the loss that the criterion returned, or use TrainStep"
             )
         self.comparison.compare(nothing.device)
 
@@ -449,11 +455,6 @@ class LossOfSums(CoupledLoss):
             return [*by_rank]
         formula, tensors = next(iter(by_rank.values()))
         self._formula = self._formula or formula
-        if self._is_by_hand and len(by_rank) < world_size() and self.formula.outside:
-            raise ValueError(
-                "the criterion uses parameters that are not its own, and a rank has no rows, expected rows on each rank: add a "
-                "penalty to the loss that the criterion returned, or use TrainStep"
-            )
         for name, tensor in tensors.items():
             # Every rank computes the whole loss, and the backward sums its gradients over the
             # ranks, which DistributedDataParallel averages.

@@ -129,7 +129,7 @@ def _divergence(*, input: Tensor, target: Tensor, reduction: str = "mean", **_: 
 def _gaussian(*, input: Tensor, target: Tensor, var: Tensor | float, **_: object) -> Tensor:
     shapes = [input.shape, target.shape]
     # gaussian_nll_loss adds a dimension to one variance for each row.
-    if isinstance(var, Tensor) and (var.shape != input.shape[:-1] or not input.dim()):
+    if isinstance(var, Tensor) and var.shape != input.shape[:-1]:
         shapes.append(var.shape)
     return _terms(*shapes)
 

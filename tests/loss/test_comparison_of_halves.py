@@ -18,12 +18,12 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class Prototypes(nn.Module):
-    """Returns embeddings, and seven prototypes of classes."""
+    """Returns embeddings, and prototypes of classes."""
 
-    def __init__(self):
+    def __init__(self, classes=7):
         super().__init__()
         self.embed = nn.Linear(4, 3)
-        self.prototypes = nn.Parameter(torch.randn(7, 3))
+        self.prototypes = nn.Parameter(torch.randn(classes, 3))
 
     def forward(self, inputs):
         return self.embed(inputs), 1.0 * self.prototypes
@@ -106,6 +106,17 @@ def test_rows_that_are_equal_in_all_shards_by_chance_are_rows():
     net = Two(4, 3)
     expected = criterion(*net(inputs), target)
     assert_close(make_step(net, criterion, lr=0.0)(inputs, target), expected.detach())
+
+
+def test_as_many_prototypes_as_rows_of_a_shard_have_no_rows():
+    """Each shard added their penalty."""
+
+    def criterion(output, prototypes, target):
+        return F.mse_loss(output, target) + prototypes.square().sum()
+
+    step = make_step(Prototypes(classes=4), criterion)
+    with pytest.raises(ValueError, match=r"output\[1\] has no entry for each row"):
+        step(torch.randn(8, 4), torch.randn(8, 3))
 
 
 def test_an_output_that_has_rows_of_its_own_names_its_size():
