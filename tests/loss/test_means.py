@@ -496,6 +496,20 @@ def test_a_bounded_count_has_its_bound_in_one_pass():
     assert (step._kind.passes, step._kind.least) == (1, 5)
 
 
+def test_two_means_without_a_count_change_nothing():
+    """The decay of weights would."""
+    net = build_net()
+    model = DataParallelModel(net, ["cpu"] * 2)
+    criterion = DataParallelCriterion(
+        lambda out, target: F.cross_entropy(out, target).sqrt() + F.cross_entropy(2 * out, target)
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    assert step(torch.randn(8, 4), torch.full((8,), -100)).isnan()
+    assert_close([parameter.detach() for parameter in net.parameters()], before, rtol=0, atol=0)
+
+
 def test_any_loss_is_computed_where_nothing_is_split():
     def loss(output, target):
         return F.cross_entropy(output, target) * output.amax()
