@@ -445,3 +445,22 @@ def test_a_value_to_log_has_the_parameter_of_its_update(has_root, forwards):
         handle.remove()
         assert step.metrics()["scaled"] == pytest.approx(expected, rel=1e-12)
     assert len(calls) == forwards
+
+
+def test_a_value_to_log_has_the_bound_of_its_divisor():
+    """A divisor of zero made nan of it."""
+
+    def criterion(output, target):
+        kept = target > 9
+        hits = (output.sum(1) * kept).sum() / kept.sum().clamp(min=1)
+        return {"loss": F.cross_entropy(output, target), "hits": hits}
+
+    net = build_net()
+    weight = {"loss": len, "hits": lambda target: (target > 9).sum()}
+    split = DataParallelCriterion(criterion, weight=weight, minimum={"loss": 0, "hits": 1})
+    step = TrainStep(DataParallelModel(net, ["cpu"] * 2), split, sgd(net))
+    inputs, targets = batch(0)
+    step.add(inputs[:4], targets[:4])
+    step.add(inputs[4:], targets[4:])
+    step.apply()
+    assert step.metrics()["hits"] == 0
