@@ -132,7 +132,7 @@ class ComparisonOfSums:
         """Compares the formulas of all shards, and takes samples of the first rows of a micro-batch,
         if they are due.
         """
-        check_names([each for each in statistics if each])
+        self.check_names([each for each in statistics if each])
         if not self.samples and not self._rows and not self._is_due(statistics):
             return
         outputs = calls.outputs
@@ -303,7 +303,7 @@ class ComparisonOfSums:
 
         ``run`` returns the first again, to find the effect of rounding. ``note`` is a reason.
         """
-        check_names(samples)
+        self.check_names(samples)
         for place in samples[0]:
             total, *parts = [widen(each[place]).cpu() for each in samples]
             every = torch.stack([total, *(part * times for part in parts)])
@@ -363,6 +363,12 @@ class ComparisonOfSums:
                 parts.append((part.tensors, rows))
         return parts
 
+    @staticmethod
+    def check_names(parts: Sequence[Sums]) -> None:
+        """Raises ``UnknownMeanError`` for sums of other formulas."""
+        for part in parts:
+            compare_names([*parts[0]], [*part])
+
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         criterion = self.copies.criterion
         if isinstance(criterion, AdditiveLoss):
@@ -376,12 +382,6 @@ class ComparisonOfSums:
             f"the loss of {containers.describe(criterion)} does not add up over the rows: {reason}",
             SIZED if is_of_number else of_rows,
         ) from cause
-
-
-def check_names(parts: Sequence[Sums]) -> None:
-    """Raises ``UnknownMeanError`` for sums of other formulas."""
-    for part in parts:
-        compare_names([*parts[0]], [*part])
 
 
 def is_list(leaf: object) -> bool:

@@ -24,7 +24,7 @@ from ..runtime.collectives import SumOverRanks, world_size
 from ..runtime.devices import move
 from ..runtime.torch_private import is_differentiable
 from .additive import AdditiveLoss, note_statistics
-from .comparison import ComparisonOfSums, ShardStatistics, Sums, check_names
+from .comparison import ComparisonOfSums, ShardStatistics, Sums
 from .copies import Calls, CriterionCopies, ShardLoss
 from .coupled import CoupledLoss
 from .entries import LoggedMeans, LoggedSums, places_beside_loss, places_to_log, refuse_total
@@ -422,7 +422,7 @@ class LossOfSums(CoupledLoss):
             self.comparison.take([part.tensors for part in parts], calls)
         for part in parts:
             if part.tensors:
-                check_names([self._total or part.tensors, part.tensors])
+                self.comparison.check_names([self._total or part.tensors, part.tensors])
                 # The first replica has the parameters themselves.
                 self._formula = self._formula or part.formula
             for name, tensor in part.tensors.items():
@@ -450,7 +450,7 @@ class LossOfSums(CoupledLoss):
         shapes = {name: each.detach().to("meta") for name, each in self._total.items()}
         layouts = enumerate(self.comparison.gather(None if empty else (self._formula, shapes)))
         by_rank = {number: layout for number, layout in layouts if layout is not None}
-        check_names([tensors for _, tensors in by_rank.values()])
+        self.comparison.check_names([tensors for _, tensors in by_rank.values()])
         if world_size() == 1 or not by_rank:
             return [*by_rank]
         formula, tensors = next(iter(by_rank.values()))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..loss import kinds as loss_kinds
 from ..loss import sums as loss_sums
-from ..loss.comparison import check_names
 from ..loss.copies import Calls
 from ..loss.means import LossOfSums
 
@@ -67,7 +66,7 @@ class ExactLossOfMeans(LossOfSums):
         numbers = {place: [*map(float, parts)] for place, parts in self._numbers.items()}
         everywhere = enumerate(self.comparison.gather((self._formula, form, numbers)))
         by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
-        check_names([form for _, form, _ in by_rank.values()])
+        self.comparison.check_names([form for _, form, _ in by_rank.values()])
         for formula, form, _ in [*by_rank.values()][-1:]:
             self._formula = self._formula or formula
             for place, like in form.items():
