@@ -14,7 +14,7 @@ from .rules import find_torch_loss
 
 MASKED = "(errors * mask).sum() / mask.sum()"
 ALWAYS = (
-    "expected the same means times the same numbers, or statistics of equal shapes, for all rows: compute each always, log no "
+    "expected the same means times the same numbers for all rows, or statistics of equal shapes: compute each always, log no "
     "number of rows, or give weight="
 )
 SIZED = (
