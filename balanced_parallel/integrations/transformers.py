@@ -549,7 +549,7 @@ def _loss_of_parts(parts: Sequence[Any], otherwise: Tensor) -> Tensor:
         sum(part.tensors[place].to(otherwise.device) for part in counted)
         for place in counted[0].tensors
     ]
-    loss: Tensor = counted[0].structure.compute(totals, ())
+    loss: Tensor = counted[0].formula.compute(totals)
     return loss
 
 

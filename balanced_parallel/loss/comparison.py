@@ -10,9 +10,9 @@ of all ranks. Without that, a loss whose rows depend on each other would be anot
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,17 @@ from ..batch.marks import (
 )
 from ..batch.outputs import PerReplica, join_outputs, join_tensors, padded, repeated_rows
 from ..batch.plan import consecutive
-from ..batch.rows import Shard, count_rows, cut, move_leaves
+from ..batch.rows import NOTHING, ParallelModel, Shard, count_rows, cut, move_leaves
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import storage_id
+from .additive import AdditiveLoss
 from .copies import Calls, CriterionCopies, ShardLoss, T, shards_of_targets
+from .formula import OVER_NUMBER, Formula
+from .inside import RowsOfForward, evaluating, run_rows, take_rows
+from .names import MASKED, SIZED, SumName, UnknownMeanError, compare_names
+from .rules import refuse_coupled
 from .sums import widen
 
 # Two rows may look independent by chance, as by an equal number of positive targets.
@@ -54,14 +59,14 @@ _APART = "which can be neither cut into rows nor joined: return the tensors that
 _PADDING = -1e4
 
 
-Sums = dict[Any, Tensor]  # Statistics by their names or key paths.
+Sums = dict[SumName, Tensor]
 
 
 class ShardStatistics(NamedTuple):
     """The statistics of one replica's rows."""
 
     tensors: Sums  # There are none without rows.
-    structure: Any  # whose leaves the tensors are
+    formula: Formula | None  # It has none without rows.
     nothing: Tensor  # a zero on the device of the output, connected to it
 
 
@@ -111,16 +116,30 @@ class ComparisonOfSums:
         self.samples: list[Any] = []  # They are those of all ranks once these have met.
         self._statistics = statistics
         self._rows = 0  # the rows in the samples of this rank
+        self._model: ParallelModel | None = None
+        self._is_of_model = False  # The model computes the loss.
+
+    def of_model(self, model: ParallelModel | None) -> Self:
+        """Tells the model, which may compute the loss. Without it, its rows are not compared."""
+        self._model = model
+        return self
 
     def use(self, statistics: Callable[[ShardLoss], ShardStatistics]) -> None:
         """Computes other statistics from now on."""
         self._statistics = statistics
 
     def take(self, statistics: Sequence[Sums], calls: Calls) -> None:
-        """Takes samples of the first rows of a micro-batch, if they are due."""
-        if not self._rows and not self._is_due(statistics):
+        """Compares the formulas of all shards, and takes samples of the first rows of a micro-batch,
+        if they are due.
+        """
+        self.check_names([each for each in statistics if each])
+        if not self.samples and not self._rows and not self._is_due(statistics):
             return
         outputs = calls.outputs
+        if any(outputs.notes or ()):
+            rows = None if self.samples else take_rows(outputs)
+            self.samples += [] if rows is None else [rows]
+            return
         for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
             if self._rows < ROWS_TO_CHECK:
                 self._rows += min(size or 0, ROWS_TO_CHECK - 1)  # two shards at least
@@ -131,7 +150,8 @@ class ComparisonOfSums:
         checks = self.copies.checks
         if first is None or checks is None:
             return False
-        return checks.are_due((*map(self._kind, first), *_flags(self.copies.criterion)))
+        kinds = (name.kind for name in first)  # New ones are compared.
+        return checks.are_due((*kinds, *_flags(self.copies.criterion)))
 
     def _take(self, output: PerReplica, shard: Shard) -> None:
         rows = output.sizes[0]
@@ -183,12 +203,24 @@ class ComparisonOfSums:
         if self.copies.checks is not None:
             self._compare(self.copies.checks.take(self.samples, of_one_row=of_one_row), device)
 
-    @torch.no_grad()
     def _compare(self, samples: Sequence[Any], device: torch.device) -> None:
+        of_forward = [sample for sample in samples if isinstance(sample, RowsOfForward)]
+        if not of_forward:
+            self._compare_samples(samples, device)
+        elif self._model is not None:
+            self._is_of_model = True
+            self._compare_rows(self._model, of_forward[0])
+
+    @torch.no_grad()
+    def _compare_samples(self, samples: Sequence[Sample], device: torch.device) -> None:
         constant = {place for sample in samples for place in sample.constant}
-        samples = [sample.without_rows(constant) for sample in samples]
-        parts = [(sample, self._halve(sample, device)) for sample in samples]
-        parts = [(sample, halves) for sample, halves in parts if halves]
+        repeated = _find_constant(samples)
+        try:
+            parts = self._halve(samples, constant | repeated, device)
+        except ValueError:
+            if not repeated:
+                raise
+            parts = self._halve(samples, constant, device)  # These are equal rows by chance.
         # A sample of an earlier update may have another queue.
         while parts and not self._compare_together(parts, device):
             parts = parts[1:]
@@ -212,33 +244,30 @@ class ComparisonOfSums:
             return False
         again = functools.partial(self._run, pair, [rows], device)
         self.compare_sums([whole, *halves], again, rows // count, samples[0].reason)
-        constant = _find_constant(pairs, samples[0].rows)
-        if not constant:
-            return True
-        others = [sample.without_rows(constant | samples[0].constant) for sample in samples]
-        try:
-            pair = containers.zip_leaves(join, [sample.pair for sample in others])
-            (whole,) = self._run(pair, [count], device)
-        except Exception:  # noqa: BLE001 - a tensor with rows does not fit to the others
-            return True
-        again = functools.partial(self._run, pair, [count], device)
-        self.compare_sums([whole, *halves], again, 1, others[0].reason)
         return True
 
-    def _halve(self, sample: Sample, device: torch.device) -> list[Sums]:
-        """Returns the statistics of the halves of a sample. There are none of a row that is not
-        complete alone.
+    def _halve(
+        self, samples: Sequence[Sample], constant: set[str], device: torch.device
+    ) -> list[tuple[Sample, list[Sums]]]:
+        """Returns samples with the statistics of their halves. A row that is not complete alone is
+        left out.
         """
-        first = sample.rows // 2
-        try:
-            return self._run(sample.pair, [first, sample.rows - first], device)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - it may raise anything
-            if sample.rows == 1:
-                return []
-            reason = f"half of the first rows raises {type(error).__name__}: {error}"
-            self._refuse(sample.reason or reason, error)
+        parts = []
+        for sample in samples:
+            sample = sample.without_rows(constant)
+            first = sample.rows // 2
+            try:
+                halves = self._run(sample.pair, [first, sample.rows - first], device)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - it may raise anything
+                if sample.rows == 1:
+                    continue
+                reason = f"half of the first rows raises {type(error).__name__}: {error}"
+                self._refuse(sample.reason or reason, error)
+            if halves:
+                parts.append((sample, halves))
+        return parts
 
     def _run(
         self, pair: tuple[Any, Arguments], sizes: Sequence[int], device: torch.device
@@ -275,7 +304,7 @@ class ComparisonOfSums:
         ``run`` returns the first again, to find the effect of rounding. ``note`` is a reason.
         """
         self.check_names(samples)
-        for number, place in enumerate(samples[0]):
+        for place in samples[0]:
             total, *parts = [widen(each[place]).cpu() for each in samples]
             every = torch.stack([total, *(part * times for part in parts)])
             apart = every.sum(0) - total
@@ -291,7 +320,7 @@ class ComparisonOfSums:
             # A loss that is not small may have jumps.
             is_small = largest <= tolerance * rounding.largest
             if not (is_small and difference <= noise):
-                name = self._name(number, place)
+                name = f"the {place.role} of {place.kind}"
                 values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
                 self._refuse(note or f"{name} of the first rows, {times} times, {values}")
 
@@ -301,26 +330,57 @@ class ComparisonOfSums:
         is_half = self.copies.precision.name != "fp32" or tensor.itemsize < 4
         return 2e-2 if is_half or torch.is_autocast_enabled(self.home.type) else 1e-3
 
-    def check_names(self, parts: Sequence[Sums]) -> None:
-        """Raises ``ValueError`` for statistics that cannot be added up."""
-        shapes = [{place: tuple(tensor.shape) for place, tensor in part.items()} for part in parts]
-        for other in shapes:
-            if [*other.items()] != [*shapes[0].items()]:
-                both = f"{[*shapes[0].values()]} and {[*other.values()]}"
-                raise ValueError(
-                    f"the statistics have shapes {both}, expected equal shapes for all rows"
-                )
+    def _compare_rows(self, model: ParallelModel, sample: RowsOfForward) -> None:
+        """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
+        computed there.
+        """
+        for layers in (False, True):
+            run = functools.partial(self._run_rows, model, sample, layers=layers)
+            try:
+                *parts, whole = run()
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - detectors have no loss in evaluation mode
+                if layers:
+                    self._refuse(f"a row alone raises {type(error).__name__}: {error}", error)
+        sums = [whole[0], *(part[0] for part in parts)]
+        self.compare_sums(sums, lambda: [run()[-1][0]], whole[1] // 2)
 
-    def _kind(self, place: Any) -> Hashable:
-        """Returns a key of a statistic. New ones are compared with halves."""
-        return place  # type: ignore[no-any-return]
+    def _run_rows(
+        self, model: ParallelModel, sample: RowsOfForward, *, layers: bool
+    ) -> list[tuple[Sums, int]]:
+        """Returns the sums of rows of a forward, with the number of these.
 
-    def _name(self, number: int, place: object) -> str:
-        return f"number {number}"
+        The model is in evaluation mode, or its ``layers`` alone.
+        """
+        parts = []
+        with evaluating(model.module, layers=layers):
+            for outputs, targets in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
+                rows = outputs.sizes[0] or 0
+                shard = Shard(NOTHING, targets, None, rows, self.home)
+                (part,) = Calls(self.copies, outputs, [shard]).run(self._statistics)
+                parts.append((part.tensors, rows))
+        return parts
+
+    @staticmethod
+    def check_names(parts: Sequence[Sums]) -> None:
+        """Raises ``UnknownMeanError`` for sums of other formulas."""
+        for part in parts:
+            compare_names([*parts[0]], [*part])
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
-        raise ValueError(
-            f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
+        criterion = self.copies.criterion
+        if isinstance(criterion, AdditiveLoss):
+            raise ValueError(
+                f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
+            ) from cause
+        refuse_coupled(criterion)
+        is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
+        of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
+        raise UnknownMeanError(
+            f"the loss of {containers.describe(criterion)} does not add up over the rows: {reason}",
+            SIZED if is_of_number else of_rows,
         ) from cause
 
 
@@ -378,11 +438,11 @@ def _size_of(leaf: object) -> int | None:
     return leaf.leaf.size(leaf.dim)
 
 
-def _find_constant(pairs: Sequence[object], rows: int) -> set[str]:
+def _find_constant(samples: Sequence[Sample]) -> set[str]:
     """Returns the places of outputs that are the same for all shards, while others are not.
 
     They have no rows, as prototypes, whose number is by chance that of the rows of a shard. As many
-    equal rows as those of the shard, ``rows``, may be one value that is expanded to them.
+    equal rows as those of the shard may be one value that is expanded to them.
     """
     equal: dict[str, bool] = {}
     constant: set[str] = set()
@@ -395,11 +455,11 @@ def _find_constant(pairs: Sequence[object], rows: int) -> set[str]:
         if equal[place] and isinstance(values[0], Along) and first.is_floating_point():
             count = first.size(values[0].dim)
             row = first.narrow(values[0].dim, 0, min(count, 1))
-            if count != rows or not bool((first == row).all()):
+            if count != samples[0].rows or not bool((first == row).all()):
                 constant.add(place)
 
-    if len(pairs) > 1:
-        containers.zip_leaves(look, pairs)
+    if len(samples) > 1:
+        containers.zip_leaves(look, [sample.pair for sample in samples])
     return set() if all(equal.values()) else constant
 
 
@@ -464,3 +524,15 @@ def _shown(tensor: Tensor) -> str:
         if tensor.numel() == 1
         else f"a tensor of shape {tuple(tensor.shape)}"
     )
+
+
+_DEPENDENT_IN_MODEL = (
+    ". The rows depend on each other, or the model draws random numbers for all of them: return what the loss needs, such as the "
+    "embeddings, and compute it in a criterion, with whole=True for a loss of all rows"
+)
+_DEPENDENT = (
+    ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "
+    "AdditiveLoss(statistics, finish) for tensors of sums; weight=, a function (output, *targets) -> scalar, for a mean; "
+    "weight='rows' for a mean over rows; reduce the rows last, as errors.sum(1).mean() in place of errors.mean(0).sum(); or, "
+    f"if each shard pads to its own longest row, write {MASKED}"
+)

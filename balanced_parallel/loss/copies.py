@@ -153,12 +153,13 @@ class ShardLoss(NamedTuple):
         results = [self.output, self.call()] if is_awaited else [self.output]
         tensors = [
             *filter(is_differentiable, containers.tensors_in(results)),
-            *_parameters(self.criterion),
+            *parameters_in(self.criterion),
         ]
         return zero_of(*tensors) if tensors else torch.zeros(())
 
 
-def _parameters(criterion: Criterion) -> list[nn.Parameter]:
+def parameters_in(criterion: object) -> list[nn.Parameter]:
+    """Returns the parameters of a criterion."""
     return [*criterion.parameters()] if isinstance(criterion, nn.Module) else []
 
 
@@ -244,7 +245,7 @@ class CriterionCopies:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the criterion."""
-        return _parameters(self.criterion)
+        return parameters_in(self.criterion)
 
     def run_once(self, function: Callable[[Criterion], T], device: torch.device) -> T:
         """Returns the result of ``function`` for the copy on one device."""

@@ -28,7 +28,7 @@ from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
 from .comparison import is_list, join_rows
 from .copies import Calls, CriterionCopies, ShardLoss
-from .entries import LoggedMeans, add_leaves, places_to_log
+from .entries import LoggedMeans, add_leaves, log_mean, places_to_log
 from .sums import LossSum, hand_back, weighted_sum, widen
 
 
@@ -93,13 +93,8 @@ class CoupledLoss(abc.ABC):
         losses = []
         for part in parts:
             pairs = [*self._take(part), *self._of_parameters]
-            learning = [
-                (tensor, derivative) for tensor, derivative in pairs if is_differentiable(tensor)
-            ]
             value = move(self._loss, pairs[0][0].device) if pairs else self._loss
-            total = hand_back(
-                value, [slope for _, slope in learning], [tensor for tensor, _ in learning]
-            )
+            total = hand_back(value, [slope for _, slope in pairs], [tensor for tensor, _ in pairs])
             losses.append(LossSum(total, None, logged=self._logged))
             self._loss = torch.zeros_like(self._loss)
             self._logged = {}
@@ -150,15 +145,9 @@ class CoupledLoss(abc.ABC):
         """Returns the parameters of the loss."""
         return [*self.copies.parameters]
 
-    def _values_to_log(self, result: object) -> LoggedMeans:
-        """Returns the values beside the loss of all rows, which each rank has."""
-        values = dict(containers.leaves(result))
-        logged: dict[str, LossSum | None] = {}
-        for place in places_to_log(result):
-            value = values[place]
-            if value is not None:
-                logged[place] = LossSum(weighted_sum(value, 1).detach(), 1.0)
-        return logged
+    @abc.abstractmethod
+    def _values_to_log(self, result: Any) -> LoggedMeans:
+        """Returns the values beside the loss that each rank has."""
 
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
         """Returns this rank's share of a derivative that all of ``ranks`` have."""
@@ -217,6 +206,11 @@ class WholeLoss(CoupledLoss):
                     slope = derivative.narrow(leaf.dim, start, size).to(piece.device, copy=True)
                     start += size
                 pending.append(slope)
+
+    def _values_to_log(self, result: Any) -> LoggedMeans:
+        values = dict(containers.leaves(result))
+        places = [place for place in places_to_log(result) if values[place] is not None]
+        return {place: log_mean(LossSum(weighted_sum(values[place], 1), 1.0)) for place in places}
 
     def _parts(self, calls: Calls) -> list[Any]:
         outputs = calls.outputs

@@ -9,7 +9,6 @@
 The same holds for mappings, tuples, named tuples and dataclasses.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -28,14 +27,24 @@ from .sums import LossSum, add_numbers, weighted_sum
 class LoggedSums(NamedTuple):
     """A value to log that is a function of sums, which add up over the parts."""
 
-    compute: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]  # No parameters are needed.
+    compute: Callable[[Sequence[Tensor]], Any]  # No parameters are needed.
     sums: Sequence[Any]
 
 
-LoggedMeans = Mapping[str, LossSum | LoggedSums | None]
-MeanNumbers = tuple[
-    float, float | None, float
-]  # the total of a mean, its weight, and the least weight
+LoggedMeans = Mapping[str, LoggedSums | None]
+
+
+def log_mean(mean: LossSum) -> LoggedSums:
+    """Returns a mean as a value to log."""
+    least = mean.bound.minimum if mean.bound else 0.0
+    weights = [] if mean.weight is None else [mean.weight]
+    return LoggedSums(functools.partial(_divide, least=least), [mean.total.detach(), *weights])
+
+
+def _divide(sums: Sequence[Tensor], least: float) -> Tensor | float:
+    total, *weights = sums
+    divisor = max(float(weights[0]), least) if weights else 1.0
+    return total / divisor if divisor else math.nan
 
 
 def places_beside_loss(result: object) -> set[str]:
@@ -123,10 +132,7 @@ def add_means(part: object) -> LossSum:
             "step(inputs, targets) with functions of the targets alone, one per mean, as in weight={'class': lambda target: "
             "len(target), ...}; or, in place of TrainStep, call criterion(outputs, targets), add up the losses, and call backward"
         )
-    logged = {}
-    for place in places:
-        total = entries[place].total.detach()
-        logged[place] = dataclasses.replace(entries[place], total=total)
+    logged = {place: log_mean(entries[place]) for place in places}
     total = functools.reduce(torch.add, [mean.total for mean in sums])
     return LossSum(total, sums[0].weight, logged=logged)
 
@@ -138,36 +144,24 @@ def merge_logged(parts: Iterable[LoggedMeans]) -> dict[str, float]:
     """
     local = []
     for part in parts:
-        for place, mean in part.items():
-            numbers = None if mean is None else _numbers_of(mean)
+        for place, value in part.items():
+            numbers = value and value._replace(sums=[*map(float, value.sums)])
             local.append((place.strip(".[]'\""), numbers))
-    values: dict[str, list[MeanNumbers | LoggedSums | None]] = {}
+    values: dict[str, list[LoggedSums | None]] = {}
     for name, numbers in itertools.chain(*gather_objects(local)):
         values.setdefault(name, []).append(numbers)
     return {name: _merge(name, each) for name, each in values.items()}
 
 
-def _numbers_of(mean: LossSum | LoggedSums) -> MeanNumbers | LoggedSums:
-    if isinstance(mean, LoggedSums):
-        return LoggedSums(mean.compute, [*map(float, mean.sums)])
-    weight = None if mean.weight is None else float(mean.weight)
-    return float(mean.total), weight, mean.bound.minimum if mean.bound else 0.0
-
-
-def _merge(name: str, values: list[MeanNumbers | LoggedSums | None]) -> float:
+def _merge(name: str, values: list[LoggedSums | None]) -> float:
     """Returns the value of the whole batch."""
-    if None in values:
+    functions = [value for value in values if value is not None]
+    if len(functions) < len(values):
         raise ValueError(
             f"the value {name!r} beside the loss is not a function of sums over the rows, so that of the whole batch is unknown, "
             "expected sums and means over the rows, as tensors without .item(); or compute it of the outputs: "
             "step(..., return_outputs=True)"
         )
-    functions = [value for value in values if isinstance(value, LoggedSums)]
-    if functions:
-        columns = zip(*(value.sums for value in functions), strict=True)
-        sums = [torch.tensor(add_numbers(column), dtype=torch.float64) for column in columns]
-        return float(functions[0].compute(sums, ()))
-    means = [value for value in values if value is not None]
-    totals, weights, bounds = zip(*means, strict=True)
-    divisor = 1.0 if None in weights else max(add_numbers(weights), bounds[0])
-    return add_numbers(totals) / divisor if divisor else math.nan
+    columns = zip(*(value.sums for value in functions), strict=True)
+    sums = [torch.tensor(add_numbers(column), dtype=torch.float64) for column in columns]
+    return float(functions[0].compute(sums))

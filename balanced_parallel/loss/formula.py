@@ -16,7 +16,9 @@ result that depends on the rows in another way has no formula.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from ..batch import containers
 from ..runtime.devices import move
+from .copies import parameters_in
 
 OVER_NUMBER = "a sum over a number"
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
@@ -70,8 +73,7 @@ class Form(NamedTuple):
     """A tensor as a linear combination: of sums that are not divided, or that have equal counts."""
 
     kind: str = "other"  # "zero", "constant", "sum", "bounded" or "mean"
-    place: int = -1  # The sum or the bounded count itself, or the count of a mean, by number.
-    key: Hashable = None  # Counts with one key are equal by their construction.
+    place: int = -1  # The statistic itself that a sum or a bound is of, or the count of a mean.
     least: float = 0.0  # The lower bound of the count.
     has_constant: bool = False
 
@@ -103,7 +105,7 @@ class Statistic(NamedTuple):
     kind: str  # The function that computes it.
     value: Tensor | float | None
     number: int  # the place in the formula
-    key: Hashable = None  # None: not a count.
+    is_count: bool = False
     is_bounded: bool = False  # A quotient has a lower bound of the count.
     learns: bool = True  # It has a gradient, or nothing tells.
     order: str = ""  # The number among the sums that Python has compared.
@@ -129,11 +131,11 @@ class Formula:
     entries: dict[str, object]
     operations: Sequence[Operation]
     inputs: Sequence[Statistic]
-    forms: dict[str, Form]
-    outside: dict[int, Tensor]
-    logged: set[str]
-    lengths: Sequence[float | None]
-    has_read: bool
+    forms: dict[str, Form] = dataclasses.field(default_factory=dict)
+    outside: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    logged: AbstractSet[str] = frozenset()
+    lengths: Sequence[float | None] = ()
+    has_read: bool = False
 
     def __getstate__(self) -> dict[str, object]:
         """Returns what another rank gets: parameters outside of the criterion stay on this one."""
@@ -150,11 +152,11 @@ class Formula:
         """True for each operation with a graph."""
         return [each.has_graph for each in self.operations]
 
-    def compute(self, sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
-        """Returns the result for sums, with their graph and that of ``parameters``."""
+    def compute(self, sums: Sequence[Tensor], criterion: Any = None) -> Any:
+        """Returns the result for sums, with their graph and that of the criterion's parameters."""
         home = sums[0].device if sums else None
-        fixed = {-1 - place: parameter for place, parameter in enumerate(parameters)}
-        values = {number: move_to(each, home) for number, each in (fixed | self.outside).items()}
+        parameters = self._parameters(criterion)
+        values = {number: move_to(each, home) for number, each in parameters.items()}
         values.update(zip([each.number for each in self.inputs], sums, strict=True))
 
         def fill(leaf: object) -> object:
@@ -172,18 +174,34 @@ class Formula:
             values.update(zip(each.results, results_in(each.name, result, args), strict=True))
         return containers.map_leaves(fill, self.result)
 
-    def entry(self, place: str) -> "Formula | None":
-        """Returns the formula of one entry, or None if it needs parameters."""
+    def entry(self, place: str, criterion: Any) -> "Formula":
+        """Returns the formula of one entry, whose parameters are constants."""
         leaf = self.entries[place]
         numbers = places_behind([leaf], self.operations)
-        if numbers & self.outside.keys() or min(numbers, default=0) < 0:
-            return None
+        fixed = {}
+        for number, parameter in self._parameters(criterion).items():
+            if number in numbers:
+                fixed[number] = Constant(parameter.detach().clone(), "")
+
+        def fix(leaf: object) -> object:
+            return fixed.get(leaf.number, leaf) if isinstance(leaf, Value) else leaf
+
         return dataclasses.replace(
             self,
-            result=leaf,
-            operations=[each for each in self.operations if numbers.intersection(each.results)],
+            result=fix(leaf),
+            operations=[
+                each._replace(arguments=containers.map_leaves(fix, each.arguments))
+                for each in self.operations
+                if numbers.intersection(each.results)
+            ],
             inputs=self.inputs_of([place]),
+            outside={},
         )
+
+    def _parameters(self, criterion: object) -> dict[int, Tensor]:
+        """Returns the parameters by their places."""
+        places = itertools.count(-1, -1)
+        return dict(zip(places, parameters_in(criterion), strict=False)) | self.outside
 
     def inputs_of(self, places: Sequence[str]) -> list[Statistic]:
         """Returns the statistics that some entries of the result need."""
@@ -260,14 +278,13 @@ def add_forms(forms: Sequence[Form]) -> Form:
         return CONSTANT if kinds else ZERO
     has_constant = "constant" in kinds or any(form.has_constant for form in forms)
     alike = {
-        form._replace(place=-1, has_constant=False)
+        SUM if form.kind == "sum" else form._replace(has_constant=has_constant)
         for form in forms
         if form.kind not in ("zero", "constant")
     }
     if len(alike) > 1 or kinds & {"other", "bounded"} or (has_constant and "sum" in kinds):
         return OTHER
-    first = next(form for form in forms if form.kind in ("sum", "mean"))
-    return first._replace(has_constant=has_constant)
+    return alike.pop()
 
 
 def multiply_forms(first: Form, second: Form) -> Form:

@@ -29,14 +29,14 @@ from ..batch.marks import parameters_of
 from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, ParallelModel, move_leaves, spread
 from ..runtime.collectives import gather_objects, world_size
-from .additive import AdditiveLoss, LossOfSums
+from .additive import AdditiveLoss
+from .comparison import ComparisonOfSums
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import CoupledLoss, WholeLoss
 from .entries import add_means
 from .inside import ForwardNotes, note_again
 from .means import (
-    ComparisonOfMeans,
-    LossOfMeans,
+    LossOfSums,
     divide_by,
     note_sums,
     single_mean,
@@ -88,16 +88,19 @@ class Kind(abc.ABC):
     passes: ClassVar[int] = 1
     couples_rows: ClassVar[bool] = False  # parts of the rows have no loss of their own
     knows_divisor: ClassVar[bool] = True  # The loss has not to run for it.
-    loss: ClassVar[type[CoupledLoss]]  # the loss of one update, for a kind of two passes
+    loss: type[CoupledLoss]  # The loss of an update of two passes, or by hand.
     reduction: str = "sum"
     is_mean: bool = False  # the sum of all parts is divided by the sum of their weights
     least: float = 0.0  # the smallest divisor
     weight: Weight = 0.0  # The weight of a batch on this process. Zero if the parts have it.
     asks: bool = False  # Ranks sum the divisors of a batch.
 
-    @abc.abstractmethod
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch, with the graph of its outputs. All ranks call this."""
+        calls.agree()
+        is_split = len(calls.shards) > 1 or world_size() > 1
+        loss = self.loss(calls.copies, _HOST, is_split=is_split)
+        return loss.of_model(calls.outputs.model_of()).value(calls)
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica, for a kind of one pass.
@@ -415,23 +418,11 @@ class WeighedMean(_Mean):
         return weights
 
 
-class _OfTwoPasses(Kind):
-    """A loss whose parts are collected over the whole update, differentiated once, and handed back."""
-
-    passes = 2
-
-    def value(self, calls: Calls) -> Any:
-        """Returns the loss of a batch."""
-        calls.agree()
-        is_split = len(calls.shards) > 1 or world_size() > 1
-        loss = self.loss(calls.copies, _HOST, is_split=is_split)
-        return loss.of_model(calls.outputs.model_of()).value(calls)
-
-
-class MeansInside(_OfRows, _OfTwoPasses):
+class MeansInside(_OfRows):
     """A function of sums over the rows, which a criterion computes inside."""
 
-    loss = LossOfMeans
+    passes = 2
+    loss = LossOfSums
     knows_divisor = False
 
     def begin_by_hand(self, outputs: PerReplica) -> None:
@@ -444,7 +435,7 @@ class MeansInside(_OfRows, _OfTwoPasses):
 
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
         """Returns the kind for the next batch."""
-        if isinstance(loss, LossOfMeans) and loss.mean is not None:
+        if isinstance(loss, LossOfSums) and loss.mean is not None:
             return OneCount(self.settings, self.reduction, loss.mean.bound)
         return super().learned(copies)
 
@@ -470,7 +461,7 @@ class OneCount(MeansInside):
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
         parts = calls.run(functools.partial(single_mean, least=self.least))
-        comparison = ComparisonOfMeans(calls.copies, _HOST, statistics_of)
+        comparison = ComparisonOfSums(calls.copies, _HOST, statistics_of)
         if world_size() == 1:  # Other ranks do not compare now.
             comparison.of_model(calls.outputs.model_of())
         comparison.take([part.terms or {} for part in parts], calls)
@@ -492,10 +483,11 @@ class OneCount(MeansInside):
 
 
 @dataclass(frozen=True, eq=False)
-class Coupled(_OfTwoPasses):
+class Coupled(Kind):
     """A loss whose rows depend on each other."""
 
-    loss: type[CoupledLoss]  # type: ignore[misc]  # A class variable of other kinds.
+    loss: type[CoupledLoss]
+    passes = 2
     couples_rows = True
 
 

@@ -11,7 +11,7 @@ criterion, so that of other rows has to be the same.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.marks import objects_in
-from ..batch.rows import NOTHING, ParallelModel, Shard
-from ..runtime.collectives import world_size
+from ..batch.rows import ParallelModel
+from ..runtime.collectives import SumOverRanks, world_size
 from ..runtime.devices import move
-from .additive import LossOfSums
-from .comparison import BYTES_TOGETHER, ROWS_TO_CHECK, ComparisonOfSums, ShardStatistics, Sums
-from .copies import Calls, ShardLoss
+from ..runtime.torch_private import is_differentiable
+from .additive import AdditiveLoss, note_statistics
+from .comparison import ComparisonOfSums, ShardStatistics, Sums
+from .copies import Calls, CriterionCopies, ShardLoss
+from .coupled import CoupledLoss
 from .entries import LoggedMeans, LoggedSums, places_beside_loss, places_to_log, refuse_total
-from .formula import OVER_NUMBER, Constant, Form, Formula, Statistic, Unknown, Value
-from .inside import RowsOfForward, evaluating, run_rows, take_rows
-from .names import ALWAYS, MASKED, ChangedLossError, SumName, UnknownMeanError, compare_names
+from .formula import Constant, Form, Formula, Statistic, Unknown, Value
+from .names import ALWAYS, SIZED, ChangedLossError, SumName, UnknownMeanError
 from .notes import SumNotes
 from .rules import refuse_coupled, unwrap
 from .sums import LossSum, add_up, weighted_sum, widen
@@ -48,15 +49,19 @@ class Noted(NamedTuple):
         text = self.formula.text_of(self.formula.losses + numbers * with_numbers)
         names = []
         for number, each in enumerate(self.formula.inputs):
-            role = "total" if each.key is None else "count"
+            role = "count" if each.is_count else "total"
             sizes = each.per_row, self.formula.lengths
             names.append(SumName(number, role, each.kind, text, *sizes))
         return names
 
     def tensors(self, device: torch.device) -> list[Tensor]:
         """Returns the sums as tensors on a device."""
-        values = [0.0 if each.value is None else each.value for each in self.statistics]
-        return [add_up([value], device) for value in values]
+        tensors = []
+        for each in self.statistics:
+            value: Any = each.value
+            is_ready = isinstance(value, Tensor) and (value.device == device or value.dim())
+            tensors.append(value if is_ready else add_up([value], device))
+        return tensors
 
 
 def note_sums(shard: ShardLoss, *, is_split: bool = True, is_blind: bool = False) -> Noted:
@@ -128,24 +133,27 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
     sums = noted.tensors(next(devices))
     whole = _sum_of(noted, mean, sums, shard)
     terms = dict(zip(noted.names(), sums, strict=True))
-    return dataclasses.replace(whole, terms=terms, logged=_values_of(noted, sums))
+    return dataclasses.replace(
+        whole, terms=terms, logged=_values_to_log(formula, sums, shard.criterion)
+    )
 
 
-def _values_of(noted: Noted, sums: Sequence[Tensor]) -> LoggedMeans:
+def _values_to_log(formula: Formula, sums: Sequence[Tensor], criterion: object) -> LoggedMeans:
     """Returns the values to log of a shard. Those that are unknown are None."""
-    pairs = zip(noted.statistics, sums, strict=True)
-    detached = {each.number: total.detach() for each, total in pairs}
     logged: dict[str, LoggedSums | None] = {}
-    for place, leaf in noted.formula.entries.items():
-        if place not in noted.formula.logged or leaf is None:
+    if not formula.logged:
+        return logged
+    numbers = [each.number for each in formula.inputs]
+    totals = dict(zip(numbers, (total.detach() for total in sums), strict=True))
+    for place, leaf in formula.entries.items():
+        if place not in formula.logged:
             continue
-        if isinstance(leaf, (int, float)) and not noted.formula.has_read:
-            continue
-        entry = noted.formula.entry(place) if isinstance(leaf, (Value, Constant)) else None
-        logged[place] = None
-        if entry is not None:
-            totals = [detached[each.number] for each in entry.inputs]
-            logged[place] = LoggedSums(entry.compute, totals)
+        if isinstance(leaf, (Value, Constant)):
+            entry = formula.entry(place, criterion)
+            inputs = [totals[each.number] for each in entry.inputs]
+            logged[place] = LoggedSums(entry.compute, inputs)
+        elif isinstance(leaf, Unknown) or (leaf is not None and formula.has_read):
+            logged[place] = None
     return logged
 
 
@@ -160,15 +168,13 @@ def _sum_of(noted: Noted, mean: Form, sums: Sequence[Tensor], shard: ShardLoss) 
     factor: Any = 1.0
     values = []
     for each, value in zip(noted.statistics, sums, strict=True):
-        if mean.kind == "mean" and each.key == mean.key:
+        if mean.kind == "mean" and each.number == mean.place:
             count = each.value
             value = factor = torch.where(value != 0, value, _SMALL)
             if mean.least:
                 value = factor = value.clamp(min=mean.least)
         values.append(value)
-    criterion = shard.criterion
-    parameters = [*criterion.parameters()] if isinstance(criterion, nn.Module) else []
-    entries = dict(containers.leaves(formula.compute(values, parameters)))
+    entries = dict(containers.leaves(formula.compute(values, shard.criterion)))
     losses = [weighted_sum(entries[place], 1) for place in formula.losses]
     return LossSum(functools.reduce(torch.add, losses) * factor, count)
 
@@ -185,7 +191,7 @@ def _refuse_totals(result: object, formula: Formula) -> None:
     places: dict[int, str] = {}
     for place in formula.losses if len(formula.losses) > 1 else ():
         for each in formula.inputs_of([place]):
-            if each.key is None and each.number in places:
+            if not each.is_count and each.number in places:
                 refuse_total(f"the same {each.kind} in {places[each.number]} and {place}")
             places[each.number] = place
 
@@ -198,7 +204,7 @@ def _refuse_unknown(
         raise UnknownMeanError(
             f"the loss{place} of {containers.describe(criterion)} is a sum over a number that was read from values of the batch, "
             "as int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard",
-            _COUNTS,
+            SIZED,
         )
     setting = getattr(criterion, "reduction", "mean")
     note = (
@@ -229,7 +235,9 @@ def statistics_of(
     nothing = shard.nothing()
     if not shard.rows:
         return ShardStatistics({}, None, nothing)
-    if has_graph or shard.notes is not None:
+    if isinstance(shard.criterion, AdditiveLoss):
+        noted = Noted(None, *note_statistics(shard))
+    elif has_graph or shard.notes is not None:
         noted = note_sums(shard, is_split=is_split)
     else:
         with torch.enable_grad():
@@ -247,157 +255,91 @@ def statistics_of(
     return ShardStatistics(tensors, noted.formula, nothing)
 
 
-class ComparisonOfMeans(ComparisonOfSums):
-    """Compares sums that are noted, also in the forward of a model, and the formulas of all shards."""
-
-    _model: ParallelModel | None = None
-    _is_of_model = False  # The model computes the loss.
-
-    def of_model(self, model: ParallelModel | None) -> Self:
-        """Tells the model, which may compute the loss. Without it, its rows are not compared."""
-        self._model = model
-        return self
-
-    def take(self, statistics: Sequence[Sums], calls: Calls) -> None:
-        """Compares the formulas of all shards, and takes samples as in :class:`ComparisonOfSums`."""
-        self.check_names([each for each in statistics if each])
-        if not any(calls.outputs.notes or ()):
-            super().take(statistics, calls)
-        elif not self.samples and self._is_due(statistics):
-            rows = take_rows(calls.outputs)
-            self.samples += [] if rows is None else [rows]
-
-    def _compare(self, samples: Sequence[Any], device: torch.device) -> None:
-        of_forward = [sample for sample in samples if isinstance(sample, RowsOfForward)]
-        if not of_forward:
-            super()._compare(samples, device)
-        elif self._model is not None:
-            self._is_of_model = True
-            self._compare_rows(self._model, of_forward[0])
-
-    def _compare_rows(self, model: ParallelModel, sample: RowsOfForward) -> None:
-        """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
-        computed there.
-        """
-        run = functools.partial(self._run_rows, model, sample, layers=False)
-        try:
-            *parts, whole = run()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # noqa: BLE001 - detectors have no loss in evaluation mode
-            run = functools.partial(self._run_rows, model, sample, layers=True)
-            try:
-                *parts, whole = run()
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - it may raise anything
-                self._refuse(f"a row alone raises {type(error).__name__}: {error}", error)
-        sums = [whole[0], *(part[0] for part in parts)]
-        self.compare_sums(sums, lambda: [run()[-1][0]], whole[1] // 2)
-
-    def _run_rows(
-        self, model: ParallelModel, sample: RowsOfForward, *, layers: bool
-    ) -> list[tuple[Sums, int]]:
-        """Returns the sums of rows of a forward, with the number of these.
-
-        The model is in evaluation mode, or its ``layers`` alone.
-        """
-        parts = []
-        with evaluating(model.module, layers=layers):
-            for outputs, targets in run_rows(model, sample, ROWS_TO_CHECK, BYTES_TOGETHER):
-                rows = outputs.sizes[0] or 0
-                shard = Shard(NOTHING, targets, None, rows, self.home)
-                (part,) = Calls(self.copies, outputs, [shard]).run(self._statistics)
-                parts.append((part.tensors, rows))
-        return parts
-
-    def _kind(self, place: Any) -> Hashable:
-        kind: str = place.kind
-        return kind
-
-    def _name(self, number: int, place: Any) -> str:
-        return f"the {place.role} of {place.kind}"
-
-    def check_names(self, parts: Sequence[Sums]) -> None:
-        """Raises ``UnknownMeanError`` for sums of other formulas."""
-        for part in parts:
-            compare_names([*parts[0]], [*part])
-
-    def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
-        refuse_coupled(self.copies.criterion)
-        is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
-        of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
-        advice = _COUNTS if is_of_number else of_rows
-        raise UnknownMeanError(
-            f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}",
-            advice,
-        ) from cause
-
-
-class LossOfMeans(LossOfSums):
-    """The loss of an update that is a function of sums over its rows.
+class LossOfSums(CoupledLoss):
+    """The loss of an update that is a function of sums over its rows, or of the statistics of an
+    :class:`AdditiveLoss`. A shard without rows adds nothing.
 
     Once a batch has shown that it is a linear combination of sums over one count,
     :func:`single_mean` computes the loss in one pass.
     """
 
-    comparison: ComparisonOfMeans
     _is_first_pass = False
     _is_by_hand = False
+
+    def __init__(
+        self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True
+    ) -> None:
+        super().__init__(copies, home, is_split=is_split)
+        self.comparison = ComparisonOfSums(copies, home, statistics_of)
+        self._total: Sums = {}
+        self._formula: Formula | None = None
+        self._slopes: dict[SumName, Tensor | None] = {}
 
     def of_model(self, model: ParallelModel | None) -> Self:
         """Tells the model, which may compute the loss."""
         self.comparison.of_model(model)
         return self
 
-    def collect(self, calls: Calls) -> list[Any]:
-        """Adds the statistics of a micro-batch in the first pass."""
-        self._is_first_pass = not torch.is_grad_enabled()
-        parts = super().collect(calls)
-        self._is_first_pass = False
-        return parts
-
     @property
     def formula(self) -> Formula:
         """The formula of the batch, once a shard with rows has run."""
-        formula: Formula = self._structure
-        return formula
+        assert self._formula is not None
+        return self._formula
 
-    @functools.cached_property
-    def mean(self) -> Form | None:
-        """The mean over one count that an update that was split has shown, and values to log."""
-        if not self.is_split or self._structure is None:
-            return None
-        entries = self.formula.entries
-        logged = [place for place in self.formula.logged if isinstance(entries[place], Value)]
-        if None in map(self.formula.entry, logged):
-            return None
-        return self.formula.mean_of(self.formula.losses)
+    def value(self, calls: Calls) -> Any:
+        """Returns the loss of a batch. Every rank has the statistics of all ranks."""
+        self._is_by_hand = True
+        self.comparison.use(functools.partial(statistics_of, with_numbers=True))
+        parts = self._parts(calls)
+        self._add(parts, calls)
+        return self.finish(parts[0].nothing)
 
-    @functools.cached_property
-    def _is_empty(self) -> bool:
-        """True if nothing was counted. To read the counts waits for the device."""
-        sums = dict(zip([each.number for each in self.formula.inputs], self._sums(), strict=True))
-        needed = self.formula.inputs_of(self.formula.losses)
-        counts = [each for each in needed if each.key is not None and not each.is_bounded]
-        return bool(counts) and not any(bool(sums[each.number]) for each in counts)
-
-    def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
-        """Sums the statistics of all ranks. Returns the ranks with rows, which have a formula each."""
-        formula = self._structure
-        ranks = super()._sum_over_ranks(nothing)
-        if formula is not None:
-            self._structure = formula
-        is_partly = ranks and len(ranks) < world_size()
-        if self._is_by_hand and is_partly and self.formula.outside:
+    def finish(self, nothing: Tensor) -> Any:
+        """Returns the loss of all statistics. An evaluation has those of several batches."""
+        ranks = self._sum_over_ranks(nothing)
+        if not ranks:
+            raise ValueError(
+                "the batch has no rows, expected one at least: there are no statistics"
+            )
+        if self._is_by_hand and len(ranks) < world_size() and self.formula.outside:
             raise ValueError(
                 "the criterion uses parameters that are not its own, and a rank has no rows, expected rows on each rank: add a "
                 "penalty to the loss that the criterion returned, or use TrainStep"
             )
-        return ranks
+        self.comparison.compare(nothing.device)
 
-    def _sums(self) -> list[Tensor]:
-        return [*self._total.values()]
+        def finish_leaf(place: str, leaves: list[Any]) -> Any:
+            (leaf,) = leaves
+            if isinstance(leaf, Unknown):
+                _refuse_unknown(self.copies.criterion, place)
+            loss = None if leaf is None else weighted_sum(leaf, 1)
+            return None if loss is None else move(loss, self.copies.output_device or loss.device)
+
+        return containers.zip_leaves(finish_leaf, [self._compute()])
+
+    def collect(self, calls: Calls) -> list[Any]:
+        """Adds the statistics of a micro-batch in the first pass."""
+        self._is_first_pass = not torch.is_grad_enabled()
+        parts = self._parts(calls)
+        self._is_first_pass = False
+        detached = [
+            part._replace(tensors=containers.map_tensors(Tensor.detach, part.tensors))
+            for part in parts
+        ]
+        self._add(detached, calls)
+        return parts
+
+    def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Computes the loss of all statistics, and its derivative at each of them."""
+        has_rows = bool(self._total)
+        ranks = self._sum_over_ranks(torch.zeros((), device=self.home))
+        self.is_shared = True
+        self.comparison.compare(self.home)
+        if has_rows:
+            learning = [name for name in self._total if self._learns(name)]
+            sums = [self._total[name] for name in learning]
+            slopes = self._derivatives(self._compute, sums, ranks, scaler)
+            self._slopes = dict(zip(learning, slopes, strict=True))
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
         """Returns a loss for each part.
@@ -408,7 +350,7 @@ class LossOfMeans(LossOfSums):
             UnknownMeanError: the model has operations on sums without a graph, which the first of
                 two passes does not show: it has no graph at all.
         """
-        for formula in filter(None, [part.structure for part in parts]):
+        for formula in filter(None, [part.formula for part in parts]):
             if formula.graphs != self.formula.graphs:
                 raise UnknownMeanError(
                     f"the loss of {containers.describe(self.copies.criterion)} has operations on sums in a torch.no_grad() block "
@@ -422,78 +364,113 @@ class LossOfMeans(LossOfSums):
                     "passes",
                     ", expected losses of the tensors of the output, in lists, mappings and dataclasses",
                 )
-        losses = super().hand_back_parts(parts)
-        if self._structure is not None and self._is_empty:
-            losses = [dataclasses.replace(loss, weight=0.0) for loss in losses]
+        losses = []
+        for loss, part in zip(super().hand_back_parts(parts), parts, strict=True):
+            weight = 0.0 if self._formula is not None and self._is_empty else loss.weight
+            sums = [*part.tensors.values()]
+            logged = part.formula and _values_to_log(part.formula, sums, self.copies.criterion)
+            losses.append(dataclasses.replace(loss, weight=weight, logged=logged))
         return losses
 
-    def _learns(self, place: SumName) -> bool:
-        """Returns True for the sums of losses that have a gradient."""
-        is_of_loss: bool = self._is_of_loss[place.number]
-        return is_of_loss
+    @functools.cached_property
+    def mean(self) -> Form | None:
+        """The mean over one count that an update that was split has shown,"""
+        is_known = self.is_split and self._formula is not None
+        return self.formula.mean_of(self.formula.losses) if is_known else None
 
     @functools.cached_property
-    def _is_of_loss(self) -> list[bool]:
+    def _is_empty(self) -> bool:
+        """True if nothing was counted. To read the counts waits for the device."""
+        needed = self.formula.inputs_of(self.formula.losses)
+        pairs = zip(self.formula.inputs, self._total.values(), strict=True)
+        counts = [
+            total
+            for each, total in pairs
+            if each in needed and each.is_count and not each.is_bounded
+        ]
+        return bool(counts) and not any(map(bool, counts))
+
+    @functools.cached_property
+    def _needed(self) -> list[bool]:
         needed = self.formula.inputs_of(self.formula.losses)
         return [each.learns and each in needed for each in self.formula.inputs]
+
+    def _learns(self, name: SumName) -> bool:
+        """Returns True for the sums of losses that have a gradient."""
+        return self._needed[name.number]
 
     def _trained(self) -> list[Tensor]:
         """Returns the parameters of the formula that learn."""
         return [*super()._trained(), *self.formula.outside.values()]
 
     def _values_to_log(self, result: object) -> LoggedMeans:
-        """Returns the values beside the loss of all rows."""
+        """Returns none: each part has its own."""
         _refuse_totals(result, self.formula)
-        logged: dict[str, LossSum | None] = {}
-        for place, leaf in containers.leaves(result):
-            if place not in self.formula.logged:
-                continue
-            is_number = isinstance(leaf, (int, float)) and self.formula.has_read
-            if is_number or isinstance(leaf, Unknown):
-                logged[place] = None
-            elif isinstance(leaf, Tensor):
-                logged[place] = LossSum(weighted_sum(leaf, 1).detach(), 1.0)
-        return logged
+        return {}
 
-    def value(self, calls: Calls) -> Any:
-        """Returns the loss of a batch. Every rank has the statistics of all ranks."""
-        self._is_by_hand = True
-        self.comparison.use(functools.partial(statistics_of, with_numbers=True))
-        return super().value(calls)
-
-    def finish(self, nothing: Tensor) -> Any:
-        """Returns the loss of all statistics, as in :class:`LossOfSums`."""
-        result = super().finish(nothing)
-        for place, leaf in containers.leaves(result):
-            if isinstance(leaf, Unknown):
-                _refuse_unknown(self.copies.criterion, place)
-
-        def move_leaf(leaf: Any) -> Any:
-            if leaf is None:
-                return None
-            tensor = torch.tensor(float(leaf)) if isinstance(leaf, (int, float)) else leaf
-            return move(tensor, self.copies.output_device or tensor.device)
-
-        return containers.map_leaves(move_leaf, result)
-
-    def _statistics(self, shard: ShardLoss) -> ShardStatistics:
-        return statistics_of(
-            shard,
+    def _parts(self, calls: Calls) -> list[ShardStatistics]:
+        compute = functools.partial(
+            statistics_of,
             is_split=self.is_split,
             has_graph=not self._is_first_pass,
             with_numbers=self._is_by_hand,
         )
+        return calls.run(compute)
 
-    def _comparison(self) -> ComparisonOfMeans:
-        return ComparisonOfMeans(self.copies, self.home, statistics_of)
+    def _add(self, parts: list[ShardStatistics], calls: Calls) -> None:
+        if self.is_split:
+            self.comparison.take([part.tensors for part in parts], calls)
+        for part in parts:
+            if part.tensors:
+                self.comparison.check_names([self._total or part.tensors, part.tensors])
+                # The first replica has the parameters themselves.
+                self._formula = self._formula or part.formula
+            for name, tensor in part.tensors.items():
+                total = self._total.get(name)
+                self._total[name] = (
+                    widen(tensor) if total is None else total + move(widen(tensor), total.device)
+                )
 
-    def _finish(self) -> Any:
-        result = self.formula.compute(self._sums(), self.copies.parameters)
+    def _take(self, part: ShardStatistics) -> list[tuple[Tensor, Tensor | None]]:
+        device = part.nothing.device
+        pairs: list[tuple[Tensor, Tensor | None]] = []
+        for name, tensor in part.tensors.items():
+            slope = self._slopes.get(name)
+            pairs.append((tensor, slope if slope is None else move(slope, device)))
+        return pairs or [(part.nothing, None)]
 
-        def as_scalar(leaf: object) -> Any:
-            return leaf.reshape(()) if isinstance(leaf, Tensor) else leaf
+    def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
+        """Sums the statistics of all ranks, with the graph of ``nothing``.
 
-        return containers.map_leaves(as_scalar, result)
+        Returns the ranks with rows.
+
+        Every rank calls this.
+        """
+        empty = not self._total
+        shapes = {name: each.detach().to("meta") for name, each in self._total.items()}
+        layouts = enumerate(self.comparison.gather(None if empty else (self._formula, shapes)))
+        by_rank = {number: layout for number, layout in layouts if layout is not None}
+        self.comparison.check_names([tensors for _, tensors in by_rank.values()])
+        if world_size() == 1 or not by_rank:
+            return [*by_rank]
+        formula, tensors = next(iter(by_rank.values()))
+        self._formula = self._formula or formula
+        for name, tensor in tensors.items():
+            # Every rank computes the whole loss, and the backward sums its gradients over the
+            # ranks, which DistributedDataParallel averages.
+            part = torch.zeros_like(tensor, device=nothing.device) if empty else self._total[name]
+            learns = is_differentiable(part) and self._learns(name)
+            self._total[name] = SumOverRanks.apply(part + nothing if learns else part, None)
+        return [*by_rank]
+
+    def _compute(self) -> Any:
+        """Returns the loss of the statistics of all rows."""
+        sums = [*self._total.values()]
+        compute = functools.partial(self.formula.compute, sums)
+        criterion = self.copies.criterion
+        if isinstance(criterion, AdditiveLoss):
+            return self.copies.run_once(compute, sums[0].device)
+        return compute(criterion)
 
 
 def divide_by(divisors: Sequence[float]) -> Callable[[LossSum | None], LossSum | None]:
@@ -513,7 +490,7 @@ def sums_of_update(calls: Calls) -> list[LossSum]:
 
     Weights add up to 1, so that nothing is divided.
     """
-    loss = LossOfMeans(calls.copies, torch.device("cpu")).of_model(calls.outputs.model_of())
+    loss = LossOfSums(calls.copies, torch.device("cpu")).of_model(calls.outputs.model_of())
     parts = loss.collect(calls)
     loss.differentiate(None)
     share = 1 / len(parts)
@@ -524,19 +501,4 @@ def sums_of_update(calls: Calls) -> list[LossSum]:
     ]
 
 
-_COUNTS = (
-    ", expected a number that follows from the sizes of the rows, as len(errors) does: for a count of some rows, divide by a "
-    "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
-    "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, multiply by 1 / constant"
-)
 _SMALL = 2.0**-63  # A sum of 1e19 in float32 can be divided by it.
-_DEPENDENT_IN_MODEL = (
-    ". The rows depend on each other, or the model draws random numbers for all of them: return what the loss needs, such as the "
-    "embeddings, and compute it in a criterion, with whole=True for a loss of all rows"
-)
-_DEPENDENT = (
-    ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "
-    "AdditiveLoss(statistics, finish) for tensors of sums; weight=, a function (output, *targets) -> scalar, for a mean; "
-    "weight='rows' for a mean over rows; reduce the rows last, as errors.sum(1).mean() in place of errors.mean(0).sum(); or, "
-    f"if each shard pads to its own longest row, write {MASKED}"
-)

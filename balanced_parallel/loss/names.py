@@ -14,8 +14,13 @@ from .rules import find_torch_loss
 
 MASKED = "(errors * mask).sum() / mask.sum()"
 ALWAYS = (
-    "expected the same means times the same numbers for all rows: compute each always, log no number of rows, or give "
-    "weight="
+    "expected the same means times the same numbers for all rows, or statistics of equal shapes: compute each always, log no "
+    "number of rows, or give weight="
+)
+SIZED = (
+    ", expected a number that follows from the sizes of the rows, as len(errors) does: for a count of some rows, divide by a "
+    "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
+    "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, multiply by 1 / constant"
 )
 
 

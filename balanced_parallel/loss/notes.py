@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -112,6 +112,7 @@ class Facts(NamedTuple):
 
 _UNKNOWN = Facts(_OF_ROWS)
 _FIXED = Facts(_OF_NOTHING, form=CONSTANT, is_target=True)
+_SUM = Facts(_OF_SUMS)
 
 
 class FunctionCall(NamedTuple):
@@ -126,14 +127,19 @@ class FunctionCall(NamedTuple):
 
 
 class _FactsByTensor(WeakIdKeyDictionary):
-    """Facts about tensors while they live. ``ids`` has those of all, which are found faster."""
+    """Facts about tensors while they live. ``ids`` has those of all, which are found faster, and
+    ``of_batch`` those of tensors that depend on it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.ids: set[int] = set()
+        self.of_batch: set[int] = set()
 
     def __setitem__(self, tensor: Tensor, facts: Facts) -> None:
         self.ids.add(id(tensor))
+        if facts.level or facts.is_selected:
+            self.of_batch.add(id(tensor))
         super().__setitem__(tensor, facts)
 
 
@@ -145,10 +151,11 @@ class SumNotes(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.statistics: list[Statistic] = []
+        self.statistics: dict[int, Statistic] = {}  # by their place in the formula
+        self._counts: dict[Hashable, int] = {}  # Losses of the same targets have one.
         self.has_unknown_count = False
         self._is_blind = False
-        self._compared: set[int] = set()  # Python has compared these sums, as min() does.
+        self._has_compared = False  # Python has compared sums, as min() does.
         self._operations: list[Operation] = []
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
@@ -215,9 +222,9 @@ class SumNotes(TorchFunctionMode):
         """Calls a function of torch, and notes a sum, or an operation on sums."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _PROPERTIES and type(args[0]) is Tensor and id(args[0]) not in self._facts.ids:
-            return func(*args, **kwargs)
-        if func is sum_over_rows:  # The rows of a shard are computed of it.
+        is_property = name in _PROPERTIES and type(args[0]) is Tensor
+        # The rows of a shard are computed of a sum of all of them.
+        if func is sum_over_rows or (is_property and id(args[0]) not in self._facts.ids):
             return func(*args, **kwargs)
         if func in RULES or not self._is_unknown(name, args, kwargs):
             return self._call(func, args, kwargs)
@@ -235,23 +242,20 @@ class SumNotes(TorchFunctionMode):
         """
         if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
             return False
-        is_unknown = False
-        ids = self._facts.ids
+        ids = set()
         parts = [*args, *kwargs.values()]
         for part in parts:
+            if type(part) is nn.Parameter:
+                continue
             if isinstance(part, Tensor):
-                facts = self._facts.get(part) if id(part) in ids else None
-                if facts is None:
-                    # To ask for the class of a parameter takes long.
-                    is_plain = type(part) is Tensor or not isinstance(part, nn.Parameter)
-                    is_unknown = is_unknown or is_plain
-                elif facts.level != _OF_NOTHING or facts.is_selected:
-                    return False
+                # To ask for the class of a parameter takes long.
+                if type(part) is Tensor or not isinstance(part, nn.Parameter):
+                    ids.add(id(part))
             elif isinstance(part, (list, tuple)):
                 parts += part
             elif isinstance(part, dict):
                 return False
-        return is_unknown
+        return ids.isdisjoint(self._facts.of_batch) and not ids <= self._facts.ids
 
     def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""
@@ -363,7 +367,7 @@ class SumNotes(TorchFunctionMode):
 
         Other tensors in it become unknown.
         """
-        for number, each in enumerate(self.statistics):
+        for number, each in self.statistics.items():
             if isinstance(each.value, Tensor) and _share_memory(each.value, written):
                 self.statistics[number] = each._replace(value=each.value.clone())
         unknown = _UNKNOWN if level == _OF_ROWS else Facts(_OF_BOTH)
@@ -413,9 +417,7 @@ class SumNotes(TorchFunctionMode):
         if type(result) in (int, torch.Size):
             self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in call.tensors)
         if call.name == "bool":
-            place = self._of(call.tensors[0]).number
-            if call.level == _OF_SUMS and place is not None:
-                self._compared |= places_behind([Value(place)], self._operations)
+            self._has_compared = self._has_compared or call.level == _OF_SUMS
             # A loop may count rows by their truth.
             self._knows_numbers &= not self._of(call.tensors[0]).is_element
         if call.name in _READS and call.tensors:
@@ -478,22 +480,20 @@ class SumNotes(TorchFunctionMode):
 
     def _over(self, form: Form, count: Form) -> Form | None:
         """Returns the form of a quotient whose divisor is a sum, a count from now on, or None."""
-        if count.kind not in ("sum", "bounded"):
+        if count.place not in self.statistics or count.kind not in ("sum", "bounded"):
             return None
-        place = next(n for n, each in enumerate(self.statistics) if each.number == count.place)
-        statistic = self.statistics[place]
-        key = statistic.key or object()
+        statistic = self.statistics[count.place]
         is_bounded = statistic.is_bounded or count.kind == "bounded"
-        self.statistics[place] = statistic._replace(key=key, is_bounded=is_bounded)
-        return count._replace(kind="mean", key=key) if form.kind == "sum" else OTHER
+        self.statistics[count.place] = statistic._replace(is_count=True, is_bounded=is_bounded)
+        return count._replace(kind="mean") if form.kind == "sum" else OTHER
 
-    def _add(self, kind: str, value: Any, key: Hashable = None, *, may_learn: bool = True) -> int:
+    def _add(self, kind: str, value: Any, *, is_count: bool = False, may_learn: bool = True) -> int:
         """Notes a statistic. Returns its place."""
         number = next(self._numbers)
         learns = isinstance(value, Tensor) and value.is_floating_point()
         is_unseen = self._is_blind or not self._has_graph
         learns = learns and (value.requires_grad or (may_learn and is_unseen))
-        self.statistics.append(Statistic(kind, value, number, key, learns=learns))
+        self.statistics[number] = Statistic(kind, value, number, is_count, learns=learns)
         return number
 
     def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:
@@ -502,52 +502,59 @@ class SumNotes(TorchFunctionMode):
         form = SUM._replace(place=number)
         self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
 
-    def _norm(self, squares: Tensor, result: Tensor, *, is_target: bool) -> None:
-        """Notes the root of a sum of squares."""
-        place = self._add("sum of squares", squares, may_learn=not is_target)
+    def _derive(
+        self,
+        function: Callable[..., object],
+        name: str,
+        places: Sequence[int],
+        result: Tensor,
+        facts: Facts,
+        text: str = "",
+    ) -> None:
+        """Notes the function of sums that a result is, and the other facts about it."""
         number = next(self._numbers)
-        places = [Value(place)], dict[str, object]()
-        self._operations.append(Operation(root, "norm", places, [place], [number]))
-        self._learn(result, Facts(_OF_SUMS, number, is_target=is_target))
+        arguments = [*map(Value, places)], dict[str, object]()
+        operation = Operation(function, name, arguments, places, [number], text=text)
+        self._operations.append(operation)
+        self._learn(result, facts._replace(number=number))
 
     def _quotient(
         self,
         kind: str,
         total: int,
         count: Any,
-        key: Hashable,
         result: Tensor,
+        facts: Facts = _SUM,
         *,
-        is_target: bool,
+        key: Hashable = None,
         may_learn: bool = True,
     ) -> None:
-        """Notes the quotient of a sum and a count."""
-        divisor = self._add(kind, count, key, may_learn=may_learn)
-        number = next(self._numbers)
+        """Notes the quotient of a sum and a count. Counts with one key are equal."""
+        place = self._counts.get(key) if key else None
+        if place is None:
+            place = self._add(kind, count, is_count=True, may_learn=may_learn)
+            self._counts[key] = place
+        facts = facts._replace(form=Form("mean", place))
         text = "" if kind == OVER_NUMBER else kind
-        places = [Value(total), Value(divisor)], dict[str, object]()
-        inputs = [total, divisor]
-        self._operations.append(Operation(torch.div, "div", places, inputs, [number], text=text))
-        form = Form("mean", divisor, key)
-        self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
+        self._derive(torch.div, "div", [total, place], result, facts, text)
 
     def _divide(self, facts: Facts, number: Any, result: Tensor) -> bool:
         """Divides a sum by a number, which follows from the sizes of the rows.
 
         Returns False for another division.
         """
-        is_number = isinstance(number, (int, float)) and bool(number)
-        if not is_number or (facts.form.kind != "sum" and facts.divided is None):
+        before = facts.divided
+        if facts.form.kind == "sum" and facts.number is not None:
+            before = facts.number, 1.0
+        if before is None or not isinstance(number, (int, float)) or not number:
             return False
         if not self._knows_numbers:
             self.has_unknown_count = True
             self._facts[result] = Facts(_OF_BOTH)
             return True
-        total, before = facts.divided or (facts.form.place, 1.0)
-        count = before * float(number)
-        key = "a number", count
-        self._quotient(OVER_NUMBER, total, count, key, result, is_target=facts.is_target)
-        self._facts[result] = self._facts[result]._replace(divided=(total, count))
+        divided = before[0], before[1] * float(number)
+        facts = Facts(_OF_SUMS, divided=divided, is_target=facts.is_target)
+        self._quotient(OVER_NUMBER, *divided, result, facts, key=divided[1])
         return True
 
     def _reduce(self, call: FunctionCall, result: Tensor) -> None:
@@ -556,22 +563,23 @@ class SumNotes(TorchFunctionMode):
         if result.dim() or not rows.dim():
             return
         is_target = all(self._of(each).is_target for each in call.tensors)
+        facts = Facts(_OF_SUMS, is_target=is_target)
         if name in _SUMS:
             self._sum("sum", widen(result), result, is_target=is_target)
-            return
-        if name in _NORMS:
+        elif name in _NORMS:
             orders = {each for each in call.values if type(each) in (int, float, str)}
             if orders <= {2, "fro"}:
-                self._norm(widen(result).square(), result, is_target=is_target)
-            return
-        count: Any = rows.numel()
-        if self._of(rows).is_selected:
-            count = torch.tensor(count)  # It does not follow from sizes.
-        total = rows.nansum() if name == "nanmean" else rows.sum(dtype=widen(result).dtype)
-        if name == "nanmean":
-            count = rows.isnan().logical_not().sum()
-        place = self._add(name, widen(total))
-        self._quotient(name, place, count, object(), result, is_target=is_target)
+                squares = widen(result).square()
+                place = self._add("sum of squares", squares, may_learn=not is_target)
+                self._derive(root, "norm", [place], result, facts)
+        else:
+            count: Any = rows.numel()
+            if self._of(rows).is_selected:
+                count = torch.tensor(count)  # It does not follow from sizes.
+            total = rows.nansum() if name == "nanmean" else rows.sum(dtype=widen(result).dtype)
+            if name == "nanmean":
+                count = rows.isnan().logical_not().sum()
+            self._quotient(name, self._add(name, widen(total)), count, result, facts)
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are noted."""
@@ -594,7 +602,7 @@ class SumNotes(TorchFunctionMode):
             sources = arguments.get("target"), arguments.get("weight")
             may_learn = any(map(self._may_learn, sources))
             place = self._add(name, total)
-            self._quotient(name, place, count, key, result, is_target=False, may_learn=may_learn)
+            self._quotient(name, place, count, result, key=key, may_learn=may_learn)
             return result
         result = function(**arguments)
         if reduction_in(arguments) == "sum" and not result.dim():
@@ -621,7 +629,7 @@ class SumNotes(TorchFunctionMode):
         )
         shape = getattr(arguments.get("input"), "shape", None)
         if not isinstance(target, Tensor) or not (is_class or target.shape == shape):
-            return object()
+            return None
         tensors = [
             tensor for tensor in (target, arguments.get("weight")) if isinstance(tensor, Tensor)
         ]
@@ -653,7 +661,7 @@ class SumNotes(TorchFunctionMode):
             )
         is_sized = self._knows_numbers and not self._has_entries
         lengths = lengths_of(self._shapes, self._rows or 0) if is_sized else []
-        statistics = [each for each in self.statistics if each.number in places]
+        statistics = [each for each in self.statistics.values() if each.number in places]
         formula = Formula(
             structure,
             entries,
@@ -678,22 +686,15 @@ class SumNotes(TorchFunctionMode):
         return self._place(leaf) if is_known else Unknown()
 
     def _described(self, statistic: Statistic) -> Statistic:
-        """Returns a statistic without its value, with its order if Python has compared it."""
-        order = ""
-        if statistic.number in self._compared:
-            before = [
-                each
-                for each in self.statistics
-                if each.number in self._compared and each.number <= statistic.number
-            ]
-            order = f" {len(before)}"
+        """Returns a statistic without its value, with its order if Python has compared some."""
+        order = f" {[*self.statistics].index(statistic.number) + 1}" if self._has_compared else ""
         count = statistic.value
         per_row = count / self._rows if isinstance(count, (int, float)) and self._rows else None
         return statistic._replace(value=None, order=order, per_row=per_row)
 
     def sums(self) -> list[Tensor]:
         """Returns the sums that are tensors."""
-        values = (each.value for each in self.statistics)
+        values = (each.value for each in self.statistics.values())
         return [value for value in values if isinstance(value, Tensor)]
 
     def replace(
@@ -701,7 +702,7 @@ class SumNotes(TorchFunctionMode):
     ) -> None:
         """Takes others in the place of :meth:`sums`, and the tensors of an output."""
         new = iter(sums)
-        for number, each in enumerate(self.statistics):
+        for number, each in self.statistics.items():
             if isinstance(each.value, Tensor):
                 self.statistics[number] = each._replace(value=next(new))
         for first, second in zip(before, output, strict=True):
@@ -713,7 +714,7 @@ class SumNotes(TorchFunctionMode):
         for _, leaf in containers.leaves(result):
             if isinstance(leaf, Tensor):
                 total = self._add("the loss", weighted_sum(leaf, 1))
-                self._quotient("the loss", total, 1.0, object(), leaf, is_target=False)
+                self._quotient("the loss", total, 1.0, leaf)
                 self._facts[leaf] = self._facts[leaf]._replace(form=OTHER)
 
 

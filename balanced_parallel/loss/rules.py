@@ -74,14 +74,11 @@ def refuse_coupled(criterion: Any) -> None:
 _count = torch.tensor  # Reading a number on the CPU does not wait for a device.
 
 
-def _broadcast(*tensors: Tensor) -> torch.Size:
-    shapes = {tensor.shape for tensor in tensors}
-    # This is slow.
-    return shapes.pop() if len(shapes) == 1 else torch.Size(torch.broadcast_shapes(*shapes))
-
-
-def _elements_of(*tensors: Tensor) -> Tensor:
-    return _count(_broadcast(*tensors).numel())
+def _terms(*shapes: torch.Size) -> Tensor:
+    """Returns the number of elements of the shapes, broadcast together."""
+    # torch.broadcast_shapes is slow.
+    whole = shapes[0] if len({*shapes}) == 1 else torch.Size(torch.broadcast_shapes(*shapes))
+    return _count(whole.numel())
 
 
 def _classes(
@@ -113,7 +110,7 @@ def _elements(
             f"the loss has a weight of shape {tuple(weight.shape)} for an output of shape {tuple(input.shape)}: a weight per row "
             "must be split like the rows; pass it with the targets, as in criterion(outputs, target, weight)"
         )
-    return _elements_of(input, target)
+    return _terms(input.shape, target.shape)
 
 
 def _weighted_elements(
@@ -126,28 +123,29 @@ def _weighted_elements(
 def _divergence(*, input: Tensor, target: Tensor, reduction: str = "mean", **_: object) -> Tensor:
     if reduction == "batchmean":
         return _count(input.size(0) if input.dim() else 1)
-    return _elements_of(input, target)
+    return _terms(input.shape, target.shape)
 
 
 def _gaussian(*, input: Tensor, target: Tensor, var: Tensor | float, **_: object) -> Tensor:
-    if isinstance(var, Tensor) and var.shape == input.shape[:-1] and var.shape != input.shape:
-        var = var.unsqueeze(-1)  # like gaussian_nll_loss
-    return _elements_of(input, target, *([var] if isinstance(var, Tensor) else []))
+    shapes = [input.shape, target.shape]
+    # gaussian_nll_loss adds a dimension to one variance for each row.
+    if isinstance(var, Tensor) and var.shape != input.shape[:-1]:
+        shapes.append(var.shape)
+    return _terms(*shapes)
 
 
 def _rows(*, input: Tensor, **_: object) -> Tensor:
     """Number of rows: the elements of all dimensions but the last, the classes."""
-    return _count(input.shape[:-1].numel())
+    return _terms(input.shape[:-1])
 
 
 def _pairs(*, input1: Tensor, input2: Tensor, target: Tensor, **_: object) -> Tensor:
     """Number of pairs. One target may be that of all."""
-    shapes = input1.shape[:-1], input2.shape[:-1], target.shape
-    return _count(torch.Size(torch.broadcast_shapes(*shapes)).numel())
+    return _terms(input1.shape[:-1], input2.shape[:-1], target.shape)
 
 
 def _ranking(*, input1: Tensor, input2: Tensor, target: Tensor, **_: object) -> Tensor:
-    return _elements_of(input1, input2, target)
+    return _terms(input1.shape, input2.shape, target.shape)
 
 
 def _triplets(
@@ -159,8 +157,9 @@ def _triplets(
     **_: object,
 ) -> Tensor:
     if distance_function is None or isinstance(distance_function, nn.PairwiseDistance):
-        return _count(_broadcast(anchor, positive, negative)[:-1].numel())
-    return _elements_of(distance_function(anchor, positive), distance_function(anchor, negative))
+        return _terms(anchor.shape[:-1], positive.shape[:-1], negative.shape[:-1])
+    distances = distance_function(anchor, positive), distance_function(anchor, negative)
+    return _terms(*(each.shape for each in distances))
 
 
 def _sequences(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..loss import kinds as loss_kinds
 from ..loss import sums as loss_sums
 from ..loss.copies import Calls
-from ..loss.means import LossOfMeans
+from ..loss.means import LossOfSums
 
 
 def exact_kind(kind: loss_kinds.Kind) -> loss_kinds.Kind:
@@ -39,8 +39,8 @@ class ExactKnownMean(loss_kinds.KnownMean):
         return self
 
 
-class ExactLossOfMeans(LossOfMeans):
-    """A :class:`LossOfMeans` whose sums are the same for any order of the parts, on any ranks."""
+class ExactLossOfMeans(LossOfSums):
+    """A :class:`LossOfSums` whose sums are the same for any order of the parts, on any ranks."""
 
     @functools.cached_property
     def _numbers(self) -> dict[Any, list[Tensor]]:
@@ -64,11 +64,11 @@ class ExactLossOfMeans(LossOfMeans):
         """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
         form = {place: total.to("meta") for place, total in self._total.items()}
         numbers = {place: [*map(float, parts)] for place, parts in self._numbers.items()}
-        everywhere = enumerate(self.comparison.gather((self._structure, form, numbers)))
+        everywhere = enumerate(self.comparison.gather((self._formula, form, numbers)))
         by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
         self.comparison.check_names([form for _, form, _ in by_rank.values()])
         for formula, form, _ in [*by_rank.values()][-1:]:
-            self._structure = self._structure or formula
+            self._formula = self._formula or formula
             for place, like in form.items():
                 everyone = itertools.chain(*(parts[2][place] for parts in by_rank.values()))
                 total = loss_sums.add_numbers([*everyone])

@@ -11,19 +11,19 @@ from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, DiceLoss, TrainStep, Whole
-from balanced_parallel.loss.additive import LossOfSums
-from balanced_parallel.loss.means import LossOfMeans
+from balanced_parallel.loss.coupled import WholeLoss
+from balanced_parallel.loss.means import LossOfSums
 
 pytestmark = pytest.mark.usefixtures("double")
 
 
 class Prototypes(nn.Module):
-    """Returns embeddings, and seven prototypes of classes."""
+    """Returns embeddings, and prototypes of classes."""
 
-    def __init__(self):
+    def __init__(self, classes=7):
         super().__init__()
         self.embed = nn.Linear(4, 3)
-        self.prototypes = nn.Parameter(torch.randn(7, 3))
+        self.prototypes = nn.Parameter(torch.randn(classes, 3))
 
     def forward(self, inputs):
         return self.embed(inputs), 1.0 * self.prototypes
@@ -85,6 +85,36 @@ def test_terms_of_outputs_without_rows_name_the_output(net, reduce):
         return F.mse_loss(output, target) + reduce(other.square())
 
     step = make_step(net(), criterion)
+    with pytest.raises(ValueError, match=r"output\[1\] has no entry for each row"):
+        step(torch.randn(8, 4), torch.randn(8, 3))
+
+
+def test_rows_that_are_equal_in_all_shards_by_chance_are_rows():
+    """They look like an output without rows beside another output."""
+
+    class Two(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs[:, :4]), inputs[:, 4:]
+
+    torch.manual_seed(0)
+    inputs = torch.cat([torch.randn(2, 4).repeat(2, 1), torch.randn(4, 2)], dim=1)
+    target = torch.randn(4, 3)
+
+    def criterion(output, other, target):
+        return F.mse_loss(output, target) + other.sum(1).square().mean()
+
+    net = Two(4, 3)
+    expected = criterion(*net(inputs), target)
+    assert_close(make_step(net, criterion, lr=0.0)(inputs, target), expected.detach())
+
+
+def test_as_many_prototypes_as_rows_of_a_shard_have_no_rows():
+    """Each shard added their penalty."""
+
+    def criterion(output, prototypes, target):
+        return F.mse_loss(output, target) + prototypes.square().sum()
+
+    step = make_step(Prototypes(classes=4), criterion)
     with pytest.raises(ValueError, match=r"output\[1\] has no entry for each row"):
         step(torch.randn(8, 4), torch.randn(8, 3))
 
@@ -204,7 +234,7 @@ def test_a_row_of_an_update_that_has_failed_is_forgotten():
     step(torch.randn(4, 4), torch.rand(4, 3))
 
 
-@pytest.mark.parametrize("kind", [LossOfSums, LossOfMeans])
+@pytest.mark.parametrize("kind", [WholeLoss, LossOfSums])
 def test_a_loss_of_an_update_is_in_no_cycle(kind):
     """A cycle kept its tensors on the device until the garbage collector ran, and the next peak was higher."""
     criterion = DataParallelCriterion(DiceLoss())

@@ -412,3 +412,55 @@ def test_a_number_that_was_read_from_values_is_not_that_of_one_shard(settings):
         step(inputs, targets)
         with pytest.raises(ValueError, match=r"the value 'accuracy' .* without \.item\(\)"):
             step.metrics()
+
+
+class Scaled(nn.Module):
+    """Returns a loss and a value to log that a parameter scales."""
+
+    def __init__(self, has_root):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.has_root = has_root
+
+    def forward(self, output, target):
+        ce = F.cross_entropy(output, target)
+        return {
+            "loss": (ce.sqrt() if self.has_root else ce) * self.scale.exp(),
+            "scaled": ce * self.scale,
+        }
+
+
+@pytest.mark.parametrize(("has_root", "forwards"), [(False, 3), (True, 6)])
+def test_a_value_to_log_has_the_parameter_of_its_update(has_root, forwards):
+    """The optimizer writes to the parameter before the value is asked for."""
+    net = build_net()
+    criterion = Scaled(has_root)
+    step = make_step(net, criterion, devices=1, lr=0.5, micro_batch_size=4)
+    for number in range(2):
+        inputs, targets = batch(number)
+        expected = criterion(net(inputs), targets)["scaled"].item()
+        calls = []
+        handle = net.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        step(inputs, targets)
+        handle.remove()
+        assert step.metrics()["scaled"] == pytest.approx(expected, rel=1e-12)
+    assert len(calls) == forwards
+
+
+def test_a_value_to_log_has_the_bound_of_its_divisor():
+    """A divisor of zero made nan of it."""
+
+    def criterion(output, target):
+        kept = target > 9
+        hits = (output.sum(1) * kept).sum() / kept.sum().clamp(min=1)
+        return {"loss": F.cross_entropy(output, target), "hits": hits}
+
+    net = build_net()
+    weight = {"loss": len, "hits": lambda target: (target > 9).sum()}
+    split = DataParallelCriterion(criterion, weight=weight, minimum={"loss": 0, "hits": 1})
+    step = TrainStep(DataParallelModel(net, ["cpu"] * 2), split, sgd(net))
+    inputs, targets = batch(0)
+    step.add(inputs[:4], targets[:4])
+    step.add(inputs[4:], targets[4:])
+    step.apply()
+    assert step.metrics()["hits"] == 0

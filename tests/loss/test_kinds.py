@@ -12,8 +12,8 @@ from helpers.steps import still_step
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DiceLoss, verify
+from balanced_parallel.loss.comparison import ComparisonOfSums
 from balanced_parallel.loss.kinds import MeansInside, OneCount
-from balanced_parallel.loss.means import ComparisonOfMeans
 
 
 def two_means(output, target):
@@ -115,7 +115,7 @@ def test_two_steps_learn_on_their_own(net):
 
 def test_each_step_compares_its_own_first_batch_with_halves(net, monkeypatch):
     compared = []
-    monkeypatch.setattr(ComparisonOfMeans, "compare_sums", lambda self, *_: compared.append(self))
+    monkeypatch.setattr(ComparisonOfSums, "compare_sums", lambda self, *_: compared.append(self))
     criterion = DataParallelCriterion(one_mean)
     for _ in range(3):
         still_step(net, criterion, 2)(torch.randn(4, 4), torch.randint(1, 3, (4,)))

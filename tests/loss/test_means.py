@@ -367,6 +367,12 @@ ACCEPTED = {
     "a division by the rows": lambda out, values: (
         F.mse_loss(out, values, reduction="sum") / len(out)
     ),
+    "means over other elements": lambda out, values: (
+        out.abs().mean() + out[:, 1:].exp().mean() + (out - values).mean(1).mean()
+    ),
+    "several sums over the rows": lambda out, values: (
+        torch.stack([out.abs().sum(), out.exp().sum()]) / len(out)
+    ).sum(),
     "numbers on both sides": lambda out, values: (
         0.5 * (out - values).pow(2).sum() / 2 / out.size(0) / 3
     ),
@@ -460,6 +466,12 @@ PASSES = [
         [8, 8, 8],
     ),
     (lambda out, target: out.where(out > 0, torch.nan).log().nanmean(), [8, 4, 4]),
+    (  # Several counts in one tensor.
+        lambda out, target: (
+            out.abs().sum() / torch.stack([(target > 1).sum(), (target > 0).sum()])
+        ).sum(),
+        [8, 8, 8],
+    ),
 ]
 
 
@@ -485,6 +497,21 @@ def test_a_bounded_count_has_its_bound_in_one_pass():
     ):
         assert_close(step(inputs, target), loss(net(inputs), target).detach())
     assert (step._kind.passes, step._kind.least) == (1, 5)
+
+
+def test_two_means_without_a_count_change_nothing():
+    """The decay of weights would."""
+    net = build_net()
+    model = DataParallelModel(net, ["cpu"] * 2)
+    criterion = DataParallelCriterion(
+        lambda out, target: F.cross_entropy(out, target).sqrt() + F.cross_entropy(2 * out, target)
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with pytest.warns(UserWarning, match="no target of this batch was counted"):
+        assert step(torch.randn(8, 4), torch.full((8,), -100)).isnan()
+    assert_close([parameter.detach() for parameter in net.parameters()], before, rtol=0, atol=0)
 
 
 def test_any_loss_is_computed_where_nothing_is_split():

@@ -16,7 +16,7 @@ from balanced_parallel import (
     PerReplica,
     Rows,
 )
-from balanced_parallel.loss.means import ComparisonOfMeans
+from balanced_parallel.loss.comparison import ComparisonOfSums
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -121,6 +121,17 @@ def test_a_factor_that_is_read_from_values_is_refused(micro_batch_size):
         update(loss, micro_batch_size, *((inputs, values, mask) for mask in masks))
 
 
+def test_the_smaller_of_two_means_is_refused_where_shards_take_others():
+    """Both are means, so their names were equal."""
+    output = torch.tensor([[1.0], [3.0]], requires_grad=True)
+    values = torch.tensor([[4.0], [2.5]])
+    criterion = DataParallelCriterion(
+        lambda out, values: min(out.abs().mean(), (out - values).abs().mean())
+    )
+    with pytest.raises(ValueError, match="computes mean 1 for some rows, and mean 3 for others"):
+        criterion(PerReplica(output.split(1), [1, 1]), values)
+
+
 class Changing(nn.Module):
     """A loss that is another one after some batches, as a flag tells."""
 
@@ -204,7 +215,7 @@ def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):
     criterion = DataParallelCriterion(Counting(None))
     sums = []
     monkeypatch.setattr(
-        ComparisonOfMeans, "compare_sums", lambda self, *samples: sums.append(samples)
+        ComparisonOfSums, "compare_sums", lambda self, *samples: sums.append(samples)
     )
     for _ in range(7):
         criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
