@@ -28,7 +28,6 @@ from ..loss.kinds import Kind
 from ..loss.names import ChangedLossError
 from ..loss.validation import SEVERAL
 from ..replicas.batchnorm import meets_others
-from ..replicas.replicas import window
 from ..runtime import collectives
 from ..runtime.torch_private import (
     NO_RANGE,
@@ -60,7 +59,6 @@ from .optimizers import (
 from .passes import TwoPasses
 from .recovery import Recovery, retrying_allocations
 from .settings import LastUpdate, Settings, TrainedObjects, name_of
-from .snapshot import Snapshot
 from .sync import UpdateSync, gradient_sync
 from .update import Arithmetic, Attempt, BatchRun, Forwards, Limit, Update, Work
 
@@ -182,14 +180,12 @@ class TrainStep(SaysInstead):
         # State of an optimizer is loaded to where its parameters are.
         criterion.to(self.model.devices[0])
         self.reproducible = reproducible
-        devices = [*self.model.devices, *(criterion.devices or ())]
-        self._snapshot = functools.partial(Snapshot, [model, criterion], devices)
         arithmetic = Arithmetic
         if reproducible:
             from ..reproducible.exact import ARITHMETIC
 
             arithmetic = ARITHMETIC[reproducible]
-        self._arithmetic = arithmetic(self.model, criterion, cut, self._snapshot)
+        self._arithmetic = arithmetic(self.model, criterion, cut)
         self._arithmetic.check(each_optimizer(optimizer), micro_batch_size)
         self.criterion = criterion
         self.optimizer = optimizer
@@ -307,7 +303,7 @@ class TrainStep(SaysInstead):
             run = BatchRun(self._open(inputs, targets), False)
             self._forwards.begin(run)
             update.add(run)
-            update.optimizers.note_gradients()
+            update.end_part()
 
     @naming_arguments
     def apply(self) -> Tensor:
@@ -363,19 +359,21 @@ class TrainStep(SaysInstead):
             if self._arithmetic.number_rows
             else self._strategy.random_numbers(is_last=is_last)
         )
-        hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
-        hooks = without_hooks(hooked) if hooked else ExitStack()
+        hooks = ExitStack()
+        for tensor in self._trained.values():
+            if any(hooks_of(tensor)):
+                hooks.enter_context(without_hooks([tensor]))
         surround = self.surround or nullcontext
         around = self._arithmetic.surround()
-        in_step = window(self.model, self.criterion, in_step=True)
-        with surround(), hooks, in_step, numbers, around:
+        with surround(), hooks, numbers, around:
             update = self._update or self._begin()
             self._update = None
             try:
-                with update.dropped_by_errors():
+                with self._forwards.updating(update):
+                    if update.has_parts:
+                        update.optimizers.check_gradients()
                     yield update, hooks
             except BaseException as error:
-                self._forwards.undo()
                 if self._has_ranks:
                     collectives.explain_timeout(error)
                 elif isinstance(error, ChangedLossError):
@@ -412,7 +410,7 @@ class TrainStep(SaysInstead):
         open_work: Callable[[], Work] = attempt
         if self._is_auto:
             open_work = functools.partial(
-                Recovery, attempt, self._strategy, self._forwards, self._snapshot, self._limit
+                Recovery, attempt, self._strategy, self._forwards, self._limit
             )
         if (number_rows := self._arithmetic.number_rows) is None:
             return Update(open_work(), optimizers)
@@ -431,7 +429,7 @@ class TrainStep(SaysInstead):
         )
         if self._kind.passes == 1:
             return accumulation
-        return TwoPasses(accumulation, self._snapshot, is_auto=self._is_auto)
+        return TwoPasses(accumulation, is_auto=self._is_auto)
 
     def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
         reduced = update.finish(self._settings)
