@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, overload
 
-import torch
 from torch import Tensor, nn
 
 from ..batch.outputs import PerReplica, join_outputs
@@ -522,7 +521,7 @@ class TrainStep(SaysInstead):
         """
         self._refuse_added("state_dict()")
         return {
-            **self._state().save(),
+            **self.trained_state().save(),
             "weight_before": self._weight_before,
             "updates": self._updates,
             "limit": {self._limit.unit: self._limit.value},
@@ -541,8 +540,9 @@ class TrainStep(SaysInstead):
             RuntimeError: the module has other parameters, or rows were added and not applied.
         """
         self._refuse_added("load_state_dict()")
-        self.check_state_dict(state_dict)
-        self._state().load(state_dict)
+        state = self.trained_state()
+        state.check(state_dict)
+        state.load(state_dict)
         saved = state_dict.get("bits")
         facts = self._arithmetic.facts(self._limit)
         if facts and saved != facts:
@@ -565,29 +565,13 @@ class TrainStep(SaysInstead):
                 f"rows were added that are not in an update yet, expected apply() before {call}"
             )
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises the errors of :meth:`load_state_dict`, without changing anything."""
-        self._state().check(state_dict, {"weight_before", "limit"})
-
-    def load_target(
-        self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype
-    ) -> Tensor | None:
-        """Returns memory for a saved tensor, laid out as its parameter if that is sharded over
-        ranks; otherwise None.
-        """
-        return self._state().load_target(path, size, dtype)
-
     def digest(self) -> str:
         """Returns a digest of the parameters of model and criterion: names, dtypes, shapes and bits.
 
         It is that of a checkpoint of this step without shards. Two runs with one digest have the same parameters.
         Under torchrun every rank must call this.
         """
-        return self._state().digest()
-
-    def parameter_keys(self) -> list[str]:
-        """Returns the keys of the parameters in the state, for :class:`Checkpoints`."""
-        return [*self._state().parameters()]
+        return self.trained_state().digest()
 
     def _objects(self) -> TrainedObjects:
         optimizers = each_optimizer(self.optimizer)
@@ -596,7 +580,8 @@ class TrainStep(SaysInstead):
             self.model, self.criterion, optimizers, schedulers, self.precision, self._trained
         )
 
-    def _state(self) -> "TrainedState":
+    def trained_state(self) -> "TrainedState":
+        """Returns the objects that are trained, as the state of :class:`Checkpoints`."""
         from ..state.state import TrainedState
 
         return TrainedState(*self._objects())
