@@ -108,6 +108,12 @@ class Settings:
         # Numbers have the same hash in each process. It is exact in float64.
         return float(hash(tuple(values)) % 2**53)
 
+    def trains_others(self, ids: set[int]) -> bool:
+        """Returns True if an optimizer has a parameter to train of another id."""
+        groups = [group for optimizer in self.state.optimizers for group in optimizer.param_groups]
+        parameters = itertools.chain(*[group["params"] for group in groups])
+        return not ids.issuperset([id(each) for each in parameters if each.requires_grad])
+
     def check(self, *, is_same: bool) -> None:
         """Compares again unless :meth:`digest` is the same on all ranks, or if all have loaded."""
         if self.has_loaded or not is_same:
@@ -162,6 +168,10 @@ class Unchecked(Settings):
     def digest(self) -> float:
         """Returns a number that is the same on all ranks."""
         return 0.0
+
+    def trains_others(self, ids: set[int]) -> bool:
+        """Returns True: the optimizers are unknown."""
+        return True
 
     def check(self, *, is_same: bool) -> None:
         """Compares nothing."""
