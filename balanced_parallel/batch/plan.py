@@ -40,11 +40,9 @@ RowNumbers = Sequence[int]  # numbers of rows: a range, or a list of them
 Plan = Sequence[Sequence[RowNumbers]]  # micro-batches x devices
 
 
-def consecutive(sizes: Sequence[int], start: int = 0) -> list[range]:
+def consecutive(sizes: Sequence[int]) -> list[range]:
     """Returns ranges of the given sizes, one behind the other."""
-    return list(
-        itertools.starmap(range, itertools.pairwise(itertools.accumulate(sizes, initial=start)))
-    )
+    return [*itertools.starmap(range, itertools.pairwise(itertools.accumulate(sizes, initial=0)))]
 
 
 def equal_rows(
@@ -64,13 +62,10 @@ def equal_rows(
         >>> equal_rows(5, 2, limit=2)
         [[range(0, 2), range(2, 3)], [range(3, 4), range(4, 5)]]
     """
-    plan = []
-    start = 0
     count = count_micro_batches(rows, None if limit is None else int(limit), shares)
-    for size in split_sizes(rows, agree(count)):
-        plan.append(consecutive(split_sizes(size, shares), start))
-        start += size
-    return plan
+    sizes = [split_sizes(size, shares) for size in split_sizes(rows, agree(count))]
+    parts = iter(consecutive([*itertools.chain(*sizes)]))
+    return [[*itertools.islice(parts, len(row))] for row in sizes]
 
 
 def count_micro_batches(

@@ -30,7 +30,7 @@ from . import containers
 from .containers import Dims, Nested, check_dim
 from .marks import MARKS, Along, Arguments, Rows, count_marked_rows, holds_tensors, without_mark
 from .outputs import PerReplica, refuse_word_counts, take_rows
-from .plan import Plan, RowNumbers, check_split, equal_rows, scaled
+from .plan import RowNumbers, check_split, equal_rows, scaled
 
 
 def count_rows(
@@ -379,11 +379,12 @@ class Batch:
         Inputs that have no rows, such as settings alone, are one micro-batch.
         """
         if self.rows is None:
-            return iter(
-                [[Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]]
-            )
-        plan = equal_rows(self.rows, weights or len(devices), limit, agree)
-        return self._shards(plan, devices)
+            yield [Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]
+            return
+        for parts in equal_rows(self.rows, weights or len(devices), limit, agree):
+            pairs = zip(parts, devices, strict=True)
+            shards = [self.shard(part, device) for part, device in pairs if part]
+            yield shards or [self.shard(range(0), devices[0])]
 
     def split(self, devices: Devices, weights: Sequence[float] | None) -> list[Shard]:
         """Returns the shards of one forward.
@@ -406,16 +407,6 @@ class Batch:
         plan = equal_rows(self.rows or 0, shares, limit)
         rows = max((len(part) for parts in plan for part in parts), default=0)
         return rows, -(-rows // 2) if rows > 1 else 0
-
-    def _shards(self, plan: Plan, devices: Devices) -> Iterator[list[Shard]]:
-        """Yields the shards of each micro-batch of a plan."""
-        for parts in plan:
-            shards = [
-                self.shard(part, device)
-                for part, device in zip(parts, devices, strict=True)
-                if part
-            ]
-            yield shards or [self.shard(range(0), devices[0])]
 
     def shard(self, part: RowNumbers, device: torch.device) -> Shard:
         """Returns some rows."""

@@ -98,7 +98,11 @@ class NumberedRows:
                 self._forwards.run([surround(shard, draws)], compute, outputs)
                 return outputs[0][0]
 
-            self._arithmetic.find_draws(kind, batch, update, run_shard)
+            before = self._forwards.snapshot()
+            try:
+                self._arithmetic.find_draws(kind, batch, update, run_shard)
+            finally:
+                before.restore()
         draws = self._arithmetic.draws.get(kind, [])
         self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
 
@@ -195,7 +199,7 @@ class ArithmeticByRow(Arithmetic):
         return tuple([module.training for module in self._modules]), *types
 
     def find_draws(self, kind: Hashable, batch: Batch, update: UpdateRandom, run: RunShard) -> None:
-        """Runs two and three rows, and puts back what they change.
+        """Runs two and three rows.
 
         A rank without rows runs none, as often.
 
@@ -206,7 +210,6 @@ class ArithmeticByRow(Arithmetic):
         # One row is repeated where rows have lengths of their own.
         distinct = 1 if batch.pads else batch.rows or 0
         rows = [row % distinct for row in range(3)] if batch.rows else []
-        before = self.snapshot()
         try:
             with torch.no_grad():
                 for count in (2, 3):
@@ -219,8 +222,6 @@ class ArithmeticByRow(Arithmetic):
                 "first device, also with micro_batch_size='auto': pass smaller rows, or leave reproducible=True out"
             )
             raise
-        finally:
-            before.restore()
         if batch.rows:
             self.draws[kind] = draws
 

@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..runtime import collectives, torch_private, values
 from .state import (
+    TrainedState,
     TreePath,
     check_same_tensors,
     describe_bits,
@@ -66,16 +67,10 @@ _unreported: dict[Future[Any], Path] = {}
 
 @runtime_checkable
 class Part(Protocol):
-    """A part of :class:`Checkpoints` that is asked about its state, as a :class:`TrainStep` is."""
+    """A part of :class:`Checkpoints` that has objects with state, as a :class:`TrainStep`."""
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises an error if it refuses a state. No part has been changed."""
-
-    def load_target(self, path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Returns memory for a saved tensor, or None for that of a new tensor."""
-
-    def parameter_keys(self) -> Iterable[str]:
-        """Returns the keys of tensors in its state that the digest in ``checkpoint.json`` is of."""
+    def trained_state(self) -> TrainedState:
+        """Returns the state of these objects."""
 
 
 class Checkpoints(values.SaysInstead):
@@ -92,8 +87,8 @@ class Checkpoints(values.SaysInstead):
         parts: objects with ``state_dict()`` and ``load_state_dict()``, by a name of your choice: a
             :class:`TrainStep`, which has model, optimizers, schedulers and random numbers; a
             :class:`RankBatchSampler`; objects of your own. Their tensors are the same on all ranks.
-            A part with all methods of ``Part`` is asked about its state. The digest in
-            ``checkpoint.json`` is of the parameters of steps, unless ranks have shards of them.
+            The digest in ``checkpoint.json`` is of the parameters of steps, unless ranks have
+            shards of them.
 
     Raises:
         ImportError: the package safetensors is missing.
@@ -208,7 +203,8 @@ class Checkpoints(values.SaysInstead):
         names: dict[str, str] = {}
         for name, part in self.parts.items():
             if isinstance(part, Part):
-                names |= {f"{tensor_key([name])}/{key}": key for key in part.parameter_keys()}
+                keys = part.trained_state().parameters()
+                names |= {f"{tensor_key([name])}/{key}": key for key in keys}
         return names
 
     def wait(self) -> None:
@@ -287,7 +283,8 @@ class Checkpoints(values.SaysInstead):
 
         def memory(path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor:
             part = self.parts[path[0]]
-            target = part.load_target(path[1:], size, dtype) if isinstance(part, Part) else None
+            state = part.trained_state() if isinstance(part, Part) else None
+            target = state.load_target(path[1:], size, dtype) if state else None
             return tensors.setdefault(
                 tensor_key(path), torch.empty(size, dtype=dtype) if target is None else target
             )
@@ -302,7 +299,7 @@ class Checkpoints(values.SaysInstead):
             raise OSError(f"{folder} could not be read ({_reasons(error)}): try again") from error
         for name, part in self.parts.items():
             if isinstance(part, Part):
-                part.check_state_dict(state[name])
+                part.trained_state().check(state[name])
             elif isinstance(part, nn.Module):
                 check_same_tensors(name, part.state_dict(), state[name])
         for name, part in self.parts.items():

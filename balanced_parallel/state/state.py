@@ -36,6 +36,8 @@ _ENTRIES = {
     "python",
     "numpy",
     "layout",
+    "weight_before",  # The step has it itself, and the next.
+    "limit",
 }
 
 
@@ -87,15 +89,12 @@ class TrainedState(TrainedObjects):
             (of_one,) = saved.values()  # the CPU's generator is the same on all ranks
             seed_anew(of_one["cpu"], devices, rank * len(devices))
 
-    def check(self, state_dict: Mapping[str, Any], others: set[str]) -> None:
-        """Raises the errors of :meth:`TrainStep.load_state_dict`.
-
-        ``others`` are entries that the step has itself.
-        """
+    def check(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises the errors of :meth:`TrainStep.load_state_dict`, without changing anything."""
         values.check_type(
             "state_dict", state_dict, Mapping, "what a TrainStep's state_dict() returns"
         )
-        if missing := (_ENTRIES | others) - state_dict.keys():
+        if missing := _ENTRIES - state_dict.keys():
             raise ValueError(
                 f"the state lacks {', '.join(sorted(missing))}, expected what a TrainStep's state_dict() returns"
             )

@@ -511,10 +511,9 @@ class ShardedGradients(GradientRecord):
         """Completes the gradients of the parameters of a sharded module, without those that were
         added before.
         """
-        others = set(map(id, self.parameters))
         slots = []
         for path, parameter in unit.named_parameters():
-            if parameter.requires_grad and id(parameter) not in others:
+            if parameter.requires_grad and id(parameter) not in self.ids:
                 parent, _, name = path.rpartition(".")
                 number = len(self.parameters)
                 if parameter.dim():
@@ -525,6 +524,7 @@ class ShardedGradients(GradientRecord):
                 else:
                     self._scalars.append(number)
                 self.parameters.append(parameter)
+                self.ids.add(id(parameter))
         self._units.append(slots)
         self._root = unit
 

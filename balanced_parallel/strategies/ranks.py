@@ -55,6 +55,7 @@ class RankModel(ParallelModel):
     """
 
     units: Sequence[Any] = ()  # the modules that FSDP2 shards
+    replicas = None  # A DataParallelModel has some.
     record: "GradientRecord"
 
     def _set_rows(
@@ -101,9 +102,8 @@ class RankModel(ParallelModel):
 
     def refuse_unshared(self) -> None:
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
-        shared = {*map(id, self.record.parameters)}
         for name, parameter in self.module.named_parameters():
-            is_late = parameter.requires_grad and id(parameter) not in shared
+            is_late = parameter.requires_grad and id(parameter) not in self.record.ids
             # FSDP2 puts gathered parameters in the place of shards.
             if is_late and not torch_private.is_gathered(parameter, self.units):
                 raise ValueError(
@@ -295,6 +295,7 @@ class GradientRecord:
 
     def __init__(self, parameters: list[Tensor], group: collectives.Group = None) -> None:
         self.parameters = parameters
+        self.ids = {*map(id, parameters)}
         self.group = group
         self.used: set[int] = set()  # Numbers of parameters.
         # By hand, ranks agree on unused parameters after each backward; in TrainStep, after
@@ -321,8 +322,7 @@ class GradientRecord:
         if before == self._backward:
             return False
         for other in _records - {self}:
-            both = {*map(id, self.parameters)} & {*map(id, other.parameters)}
-            if other._backward == self._backward and both:
+            if other._backward == self._backward and self.ids & other.ids:
                 raise ValueError(
                     "two models that parallelize returned share a parameter, and one backward reaches both, which would reduce "
                     "its gradient twice, expected one model of both modules, in an nn.ModuleDict, or a backward for each model"
@@ -396,7 +396,8 @@ class RankUpdate(UpdateSync):
         # No micro-batch may have been known to be the last.
         read = self._local or self.start(local)
         present = settings()
-        self._model.refuse_unshared()
+        if present.trains_others(self._record.ids):
+            self._model.refuse_unshared()  # It walks through the module.
         total = torch.empty_like(local.total)  # Nothing is allocated after the agreement.
         names: list[SumName] = list(local.terms or ())
         formula = digest_names(names) if names else 0.0
@@ -486,10 +487,9 @@ class RankUpdate(UpdateSync):
     def _shared_gradients(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Returns the gradients of parameters of the optimizers. All of them must be reduced."""
         gradients = []
-        reduced = set(map(id, self._record.parameters))
         for parameter in tensors:
             if parameter.grad is not None:
-                if id(parameter) not in reduced:
+                if id(parameter) not in self._record.ids:
                     raise ValueError(
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that "
                         f"the ranks would not share: make it part of {self.place} that parallelize is given, not frozen"

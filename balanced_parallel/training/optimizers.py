@@ -84,7 +84,11 @@ class ParameterUpdate:
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            if isinstance(optimizer, BalancedOptimizer):
+                optimizer.zero_grad()  # It has pieces.
+            else:
+                for group in optimizer.param_groups:
+                    forget_gradients(group["params"])
         forget_gradients(self.trained.values())
         self._noted = []
 

@@ -8,7 +8,6 @@ Batches are kept until the update. An update of one micro-batch takes one pass.
 """
 
 import contextlib
-import functools
 import random
 from collections.abc import Callable, Iterator
 
@@ -21,7 +20,7 @@ from ..loss.sums import LossSum
 from ..runtime.collectives import ElsewhereFailure, tell_failure
 from .recovery import retrying_allocations
 from .settings import Settings
-from .snapshot import Snapshot, explain_writes, record_versions
+from .snapshot import explain_writes, record_versions
 from .sync import gradient_sync
 from .update import Accumulation, Attempt, BatchRun, Forwards, Reduced
 
@@ -31,17 +30,13 @@ class TwoPasses(Attempt):
 
     Args:
         accumulation: runs the second pass.
-        snapshot: copies the state that the first pass changes.
         is_auto: an out of memory runs all batches again.
     """
 
-    def __init__(
-        self, accumulation: Accumulation, snapshot: Callable[[], Snapshot], *, is_auto: bool
-    ) -> None:
+    def __init__(self, accumulation: Accumulation, *, is_auto: bool) -> None:
         self.sync = accumulation.sync
         self._accumulation = accumulation
         self._forwards = accumulation.forwards
-        self._snapshot = snapshot
         self._is_auto = is_auto
         self._runs: list[BatchRun] = []
         self._loss: CoupledLoss | None = None
@@ -109,7 +104,7 @@ class TwoPasses(Attempt):
 
         Random numbers and buffers are put back.
         """
-        before = self._snapshot()
+        before = self._forwards.snapshot()
         python, of_numpy = random.getstate(), np.random.get_state()
         recorded = [entry for run in self._runs for entry in record_versions(run.batch)]
         try:
@@ -189,8 +184,4 @@ def begin_update(forwards: Forwards, last: Reduced | None = None) -> Attempt:
         kind = last.kind
     sync = gradient_sync(model, criterion).open()
     accumulation = Accumulation(forwards, sync, kind, last.weight if last else 0.0)
-    if kind.passes == 1:
-        return accumulation
-    devices = [*model.devices, *(criterion.devices or ())]
-    snapshot = functools.partial(Snapshot, [model, criterion], devices)
-    return TwoPasses(accumulation, snapshot, is_auto=False)
+    return accumulation if kind.passes == 1 else TwoPasses(accumulation, is_auto=False)

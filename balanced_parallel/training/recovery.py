@@ -21,7 +21,7 @@ from ..runtime.collectives import ElsewhereOutOfMemory, rank
 from ..runtime.devices import accelerators
 from ..runtime.torch_private import TorchDispatchMode
 from .settings import Settings
-from .snapshot import Snapshot, explain_writes, record_versions
+from .snapshot import explain_writes, record_versions
 from .sync import GradientSync, UpdateSync
 from .update import Attempt, BatchRun, Forwards, Limit, Reduced
 
@@ -35,7 +35,6 @@ class Recovery:
 
     Args:
         attempt: returns an attempt with a synchronisation.
-        snapshot: copies the state that an attempt changes.
         limit: of micro-batches, which is lowered.
     """
 
@@ -44,7 +43,6 @@ class Recovery:
         attempt: Callable[[UpdateSync], Attempt],
         strategy: GradientSync,
         forwards: Forwards,
-        snapshot: Callable[[], Snapshot],
         limit: Limit,
     ) -> None:
         self._attempt = attempt
@@ -59,7 +57,7 @@ class Recovery:
         self._reason = ""  # why memory was too small in this attempt
         self._is_local = False  # True for a forward or a backward of this rank.
         with RetriedAllocations():
-            self._before = snapshot()
+            self._before = forwards.snapshot()
         self._sync = strategy.open()
         self._work: Attempt | None = None  # opened where an out of memory is kept
 

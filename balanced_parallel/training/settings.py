@@ -25,6 +25,7 @@ from ..batch.rows import ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import unwrap
 from ..optim.balanced import BalancedOptimizer
+from ..replicas.recorded import checksum
 from ..runtime.collectives import compare_ranks, facts_of_process, max_over_ranks
 from ..runtime.torch_private import buffers_of, uncompiled_name, versions
 from ..runtime.values import Precision
@@ -108,6 +109,12 @@ class Settings:
         # Numbers have the same hash in each process. It is exact in float64.
         return float(hash(tuple(values)) % 2**53)
 
+    def trains_others(self, ids: set[int]) -> bool:
+        """Returns True if an optimizer has a parameter to train of another id."""
+        groups = [group for optimizer in self.state.optimizers for group in optimizer.param_groups]
+        parameters = itertools.chain(*[group["params"] for group in groups])
+        return not ids.issuperset([id(each) for each in parameters if each.requires_grad])
+
     def check(self, *, is_same: bool) -> None:
         """Compares again unless :meth:`digest` is the same on all ranks, or if all have loaded."""
         if self.has_loaded or not is_same:
@@ -162,6 +169,10 @@ class Unchecked(Settings):
     def digest(self) -> float:
         """Returns a number that is the same on all ranks."""
         return 0.0
+
+    def trains_others(self, ids: set[int]) -> bool:
+        """Returns True: the optimizers are unknown."""
+        return True
 
     def check(self, *, is_same: bool) -> None:
         """Compares nothing."""
@@ -245,13 +256,7 @@ def name_of(function: object) -> str | None:
 
 
 def _checksum(value: Any) -> str:
-    """Returns a sum of the bits of a tensor, the same in any order of summation; of a shard or
-    another kind of tensor, none.
-    """
+    """Returns a sum of the bits of a tensor; of a shard or another kind of tensor, none."""
     if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
         return str(value) if isinstance(value, (int, float)) else "unknown"
-    tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-    bits = torch.atleast_1d(tensor).view(getattr(torch, f"int{8 * tensor.itemsize}"))
-    sums = bits.unsqueeze(-1).flatten(1).sum(1)
-    total = (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
-    return f"{int(total)}{' trained' * value.requires_grad}"
+    return f"{int(checksum([value.contiguous()]))}{' trained' * value.requires_grad}"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, overload
 
-import torch
 from torch import Tensor, nn
 
 from ..batch.outputs import PerReplica, join_outputs
@@ -28,7 +27,6 @@ from ..loss.kinds import Kind
 from ..loss.names import ChangedLossError
 from ..loss.validation import SEVERAL
 from ..replicas.batchnorm import meets_others
-from ..replicas.replicas import window
 from ..runtime import collectives
 from ..runtime.torch_private import (
     NO_RANGE,
@@ -60,7 +58,6 @@ from .optimizers import (
 from .passes import TwoPasses
 from .recovery import Recovery, retrying_allocations
 from .settings import LastUpdate, Settings, TrainedObjects, name_of
-from .snapshot import Snapshot
 from .sync import UpdateSync, gradient_sync
 from .update import Arithmetic, Attempt, BatchRun, Forwards, Limit, Update, Work
 
@@ -182,14 +179,12 @@ class TrainStep(SaysInstead):
         # State of an optimizer is loaded to where its parameters are.
         criterion.to(self.model.devices[0])
         self.reproducible = reproducible
-        devices = [*self.model.devices, *(criterion.devices or ())]
-        self._snapshot = functools.partial(Snapshot, [model, criterion], devices)
         arithmetic = Arithmetic
         if reproducible:
             from ..reproducible.exact import ARITHMETIC
 
             arithmetic = ARITHMETIC[reproducible]
-        self._arithmetic = arithmetic(self.model, criterion, cut, self._snapshot)
+        self._arithmetic = arithmetic(self.model, criterion, cut)
         self._arithmetic.check(each_optimizer(optimizer), micro_batch_size)
         self.criterion = criterion
         self.optimizer = optimizer
@@ -307,7 +302,7 @@ class TrainStep(SaysInstead):
             run = BatchRun(self._open(inputs, targets), False)
             self._forwards.begin(run)
             update.add(run)
-            update.optimizers.note_gradients()
+            update.end_part()
 
     @naming_arguments
     def apply(self) -> Tensor:
@@ -363,19 +358,21 @@ class TrainStep(SaysInstead):
             if self._arithmetic.number_rows
             else self._strategy.random_numbers(is_last=is_last)
         )
-        hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
-        hooks = without_hooks(hooked) if hooked else ExitStack()
+        hooks = ExitStack()
+        for tensor in self._trained.values():
+            if any(hooks_of(tensor)):
+                hooks.enter_context(without_hooks([tensor]))
         surround = self.surround or nullcontext
         around = self._arithmetic.surround()
-        in_step = window(self.model, self.criterion, in_step=True)
-        with surround(), hooks, in_step, numbers, around:
+        with surround(), hooks, numbers, around:
             update = self._update or self._begin()
             self._update = None
             try:
-                with update.dropped_by_errors():
+                with self._forwards.updating(update):
+                    if update.has_parts:
+                        update.optimizers.check_gradients()
                     yield update, hooks
             except BaseException as error:
-                self._forwards.undo()
                 if self._has_ranks:
                     collectives.explain_timeout(error)
                 elif isinstance(error, ChangedLossError):
@@ -412,7 +409,7 @@ class TrainStep(SaysInstead):
         open_work: Callable[[], Work] = attempt
         if self._is_auto:
             open_work = functools.partial(
-                Recovery, attempt, self._strategy, self._forwards, self._snapshot, self._limit
+                Recovery, attempt, self._strategy, self._forwards, self._limit
             )
         if (number_rows := self._arithmetic.number_rows) is None:
             return Update(open_work(), optimizers)
@@ -431,7 +428,7 @@ class TrainStep(SaysInstead):
         )
         if self._kind.passes == 1:
             return accumulation
-        return TwoPasses(accumulation, self._snapshot, is_auto=self._is_auto)
+        return TwoPasses(accumulation, is_auto=self._is_auto)
 
     def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
         reduced = update.finish(self._settings)
@@ -524,7 +521,7 @@ class TrainStep(SaysInstead):
         """
         self._refuse_added("state_dict()")
         return {
-            **self._state().save(),
+            **self.trained_state().save(),
             "weight_before": self._weight_before,
             "updates": self._updates,
             "limit": {self._limit.unit: self._limit.value},
@@ -543,8 +540,9 @@ class TrainStep(SaysInstead):
             RuntimeError: the module has other parameters, or rows were added and not applied.
         """
         self._refuse_added("load_state_dict()")
-        self.check_state_dict(state_dict)
-        self._state().load(state_dict)
+        state = self.trained_state()
+        state.check(state_dict)
+        state.load(state_dict)
         saved = state_dict.get("bits")
         facts = self._arithmetic.facts(self._limit)
         if facts and saved != facts:
@@ -567,29 +565,13 @@ class TrainStep(SaysInstead):
                 f"rows were added that are not in an update yet, expected apply() before {call}"
             )
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises the errors of :meth:`load_state_dict`, without changing anything."""
-        self._state().check(state_dict, {"weight_before", "limit"})
-
-    def load_target(
-        self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype
-    ) -> Tensor | None:
-        """Returns memory for a saved tensor, laid out as its parameter if that is sharded over
-        ranks; otherwise None.
-        """
-        return self._state().load_target(path, size, dtype)
-
     def digest(self) -> str:
         """Returns a digest of the parameters of model and criterion: names, dtypes, shapes and bits.
 
         It is that of a checkpoint of this step without shards. Two runs with one digest have the same parameters.
         Under torchrun every rank must call this.
         """
-        return self._state().digest()
-
-    def parameter_keys(self) -> list[str]:
-        """Returns the keys of the parameters in the state, for :class:`Checkpoints`."""
-        return [*self._state().parameters()]
+        return self.trained_state().digest()
 
     def _objects(self) -> TrainedObjects:
         optimizers = each_optimizer(self.optimizer)
@@ -598,7 +580,8 @@ class TrainStep(SaysInstead):
             self.model, self.criterion, optimizers, schedulers, self.precision, self._trained
         )
 
-    def _state(self) -> "TrainedState":
+    def trained_state(self) -> "TrainedState":
+        """Returns the objects that are trained, as the state of :class:`Checkpoints`."""
         from ..state.state import TrainedState
 
         return TrainedState(*self._objects())

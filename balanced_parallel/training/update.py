@@ -207,6 +207,9 @@ class Forwards:
         self._prepare = prepare
         state = ForwardState(model.module, criterion.module)
         self.state = None if state.is_empty else state
+        devices = [*model.devices, *(criterion.devices or ())]
+        # Copies the state that forwards change.
+        self.snapshot = functools.partial(Snapshot, [model, criterion], devices)
 
     @property
     def may_split(self) -> bool:
@@ -505,13 +508,11 @@ class Arithmetic:
 
     Args:
         model, criterion, cut: those of the step.
-        snapshot: copies its state before forwards that are undone.
     """
 
     model: ParallelModel
     criterion: DataParallelCriterion
     cut: Cut | None
-    snapshot: Callable[[], Snapshot]
     # The class that runs the batches of an update.
     accumulation: ClassVar[type[Accumulation]] = Accumulation
     # Clips gradients, and returns their norm before.
@@ -542,13 +543,14 @@ class Arithmetic:
 
 
 @dataclass
-class Update:
+class Update(Work):
     """One update in progress, from its first rows to the step of the optimizers."""
 
     work: Work | None  # None after it has finished: optimizers may need its memory
     optimizers: ParameterUpdate
     sync: UpdateSync | None = None  # The synchronisation of work which has finished.
     has_rows: bool = False  # batches were added
+    has_parts: bool = False  # Parts of it have ended.
     has_parted: bool = False  # It has failed here, and other ranks have made it.
 
     def add(self, run: BatchRun) -> None:
@@ -563,6 +565,11 @@ class Update:
             raise
         self.has_rows = True
 
+    def end_part(self) -> None:
+        """Ends a part that others follow. Its gradients must stay until then."""
+        self.has_parts = True
+        self.optimizers.note_gradients()
+
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients. All ranks call this."""
         assert self.work is not None
@@ -571,28 +578,21 @@ class Update:
         self.sync = reduced.sync
         return reduced
 
-    @contextlib.contextmanager
-    def dropped_by_errors(self) -> Iterator[None]:
-        """Surrounds a part of the update.
+    def discard(self, error: BaseException) -> bool:
+        """Drops all gradients, so that nobody takes them for another loss's.
 
-        An error in it drops all gradients, so that nobody takes them for another loss's.
+        Returns True if other ranks have made the update.
         """
-        had_rows = self.has_rows
+        if self.has_parts and self.work is not None:
+            error.add_note(
+                "the rows that were added since the last update are dropped: add them again before apply()"
+            )
+        failed = self.work or self.sync
         try:
-            if had_rows:
-                self.optimizers.check_gradients()
-            yield
-        except BaseException as error:
-            if had_rows and self.work is not None:
-                error.add_note(
-                    "the rows that were added since the last update are dropped: add them again before apply()"
-                )
-            # Ranks that have ended cannot be told.
-            with contextlib.suppress(RuntimeError):
-                failed = self.work or self.sync
-                self.has_parted = failed.discard(error) if failed else False
+            self.has_parted = failed.discard(error) if failed else False
+        finally:
             self.optimizers.forget_gradients()
-            raise
+        return self.has_parted
 
 
 def _trained_tensors(model: nn.Module, criterion: nn.Module) -> dict[str, Tensor]:

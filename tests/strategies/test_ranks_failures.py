@@ -23,7 +23,7 @@ from balanced_parallel.batch.rows import Batch
 from balanced_parallel.strategies.ranks import RankModel
 from balanced_parallel.training.optimizers import ParameterUpdate
 from balanced_parallel.training.settings import Settings
-from balanced_parallel.training.update import Update
+from balanced_parallel.training.update import Forwards
 
 PACKAGE = str(Path(balanced_parallel.__file__).parent)
 UPDATES = 3
@@ -130,14 +130,14 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
     )
     values = []
     errors = []
-    begin = Update.dropped_by_errors
+    begin = Forwards.updating
     check = Settings.check
     run = ParameterUpdate.run
     share = RankModel.share_buffers
 
-    def begun(self):
+    def begun(self, work):
         injector.is_on = True
-        return begin(self)
+        return begin(self, work)
 
     def shared(*args):
         # Ranks of FSDP2 go on to their clipping, and those with another loss learn its kind in the first update.
@@ -164,7 +164,7 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
             attempt(number)
         elif number == update:
             with monkeypatch.context() as patch, injector:
-                patch.setattr(Update, "dropped_by_errors", begun)
+                patch.setattr(Forwards, "updating", begun)
                 patch.setattr(RankModel, "share_buffers", shared)
                 patch.setattr(Settings, "check", agreed)
                 patch.setattr(ParameterUpdate, "run", ended)

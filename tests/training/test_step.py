@@ -435,10 +435,8 @@ class BySizes(Cut):
 class SizedBatch(Batch):
     def plan(self, devices, weights, limit, agree):
         parts = consecutive(self.sizes)
-        return self._shards(
-            [parts[start : start + len(devices)] for start in range(0, len(parts), len(devices))],
-            devices,
-        )
+        for start in range(0, len(parts), len(devices)):
+            yield [self.shard(*each) for each in zip(parts[start:], devices, strict=False)]
 
 
 @pytest.mark.parametrize("reproducible", [False, True])

@@ -121,3 +121,23 @@ def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_
     step.add(x[7:], target[7:])
     assert_equal(step.apply(), loss)
     assert_same_gradients(gradients(net), expected)
+
+
+def test_gradients_of_a_parameter_that_the_optimizer_alone_has_are_those_of_one_update():
+    """Those of a failed update are dropped: a loop by hand that follows would count them."""
+    net = build_net()
+    scale = nn.Parameter(torch.ones(()))
+    criterion = DataParallelCriterion(
+        lambda output, target: F.cross_entropy(output * scale, target),
+        weight=lambda output, target: len(target),
+    )
+    step = make_step(net, criterion, torch.optim.SGD([*net.parameters(), scale], lr=0.0))
+    step.add(*class_batch(4))
+    with pytest.raises((ValueError, IndexError)):
+        step.add(torch.randn(3, 4), torch.full((3,), 99))
+    assert [each.grad for each in (scale, *net.parameters())] == [None] * 5
+    batch = class_batch(4)
+    step(*batch)
+    first = scale.grad.clone()
+    step(*batch)
+    assert_equal(scale.grad, first)
