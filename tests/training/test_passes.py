@@ -25,7 +25,6 @@ from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
-    ByCost,
     DataParallelCriterion,
     DiceLoss,
     TrainStep,
@@ -67,21 +66,6 @@ WAYS = [(kind, *way) for kind in ("pairs", "correlation") for way in RANKS]
 def test_ranks_give_the_update_of_the_plain_program(kind, strategy, sizes, micro_batch_size, way):
     for found in run_ranks(len(sizes), rank_update, kind, sizes, micro_batch_size, strategy, way):
         assert_same_update(found, plain_update(kind))
-
-
-@pytest.mark.parametrize("kind", ["pairs", "correlation"])
-def test_rows_that_are_cut_by_cost_keep_their_targets(kind):
-    module, criterion, inputs, targets = coupled_problem(kind)
-    cut = ByCost(
-        lambda sample: float(1 + sample[1]),
-        collate=lambda samples: (
-            torch.stack([row for row, _ in samples]),
-            torch.tensor([label for _, label in samples]),
-        ),
-    )
-    step = make_step(module, criterion, lr=0.0, micro_batch_size=2, cut=cut)
-    loss = step(list(zip(inputs, targets.tolist(), strict=True)))
-    assert_same_update((loss, gradients_of(module, criterion)), plain_update(kind))
 
 
 class Noisy(nn.Module):
