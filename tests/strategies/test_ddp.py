@@ -18,7 +18,7 @@ from helpers.problems import (
     plain_program,
 )
 from helpers.ranks import on_ranks, run_ranks
-from helpers.slow import slow_but
+from helpers.slow import slow
 from helpers.steps import parallel_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -107,7 +107,7 @@ class Biased(nn.Linear):
         return super().forward(inputs) + self.more if self.is_biased else super().forward(inputs)
 
 
-@pytest.mark.parametrize("way", slow_but(WAYS, "micro-batches"))
+@pytest.mark.parametrize("way", ["micro-batches", slow("criterion")])
 @on_ranks(2)
 def test_bucket_all_reduce_overlaps_with_the_backward_of_earlier_layers(rank, way):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
