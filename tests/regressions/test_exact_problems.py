@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.coupled import KINDS
 from helpers.fsdp import WORDS, Language, language_batch
 from helpers.layouts import LAYOUTS, assert_exact_in_one_process, assert_exact_on_ranks
 from helpers.ranks import on_ranks
@@ -350,6 +351,10 @@ def classes_of_sentences(batches):
     return ((words, words[:, 0] % 5) for words, _ in sentences(batches))
 
 
+def classes_of(batches):
+    return ((inputs, target.argmax(1)) for inputs, target in batches)
+
+
 def linear():
     return nn.Linear(4, 5)
 
@@ -409,6 +414,8 @@ PROBLEMS = {
     "a language model": (Language, nn.CrossEntropyLoss(), sentences),
     # The first block runs again in the backward, with an input that no operator has made.
     "a frozen embedding": (frozen_language, nn.CrossEntropyLoss(), sentences),
+    # Rows depend on each other.
+    **{kind: (make, criterion().double(), classes_of) for kind, (make, criterion) in KINDS.items()},
 }
 
 
@@ -444,7 +451,7 @@ def test_devices_of_one_process(name, layout):
 
 # FSDP2 has the parameters of a layer alone while it runs, and no second derivatives.
 PENALTIES = ("a constant matrix", "a number for each row")
-NOT_SHARDED = (*PENALTIES, "forces", "parameters of a criterion", "sparse gradients")
+NOT_SHARDED = (*PENALTIES, "forces", "parameters of a criterion", "pairs", "sparse gradients")
 CUTS = [(3, 3, 3, 3), (7, 7, 7, 7), (3, 0, 7, 4)]
 
 
