@@ -164,7 +164,7 @@ def without_zeros(found):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "examples"), [(1, 60), (2, 20), slow(1, 150), slow(2, 150), slow(3, 100)]
+    ("ranks", "examples"), [(1, 40), (2, 10), slow(1, 150), slow(2, 60), slow(3, 40)]
 )
 def test_random_splits_equal_the_plain_program(ranks, examples):
     checked = []

@@ -32,8 +32,6 @@ SETTINGS = [  # tests/memory/test_estimation.py has all combinations for network
     ("GPT", "bf16", True),
     ("MobileNet-like", "bf16", False),
     (BERT, "fp32", False),
-    (BERT, "bf16", False),
-    (BERT, "bf16", True),
 ]
 
 

@@ -27,7 +27,6 @@ from balanced_parallel import (
     TrainStep,
     Whole,
     convert_sync_batchnorm,
-    savings,
     simulate,
 )
 
@@ -126,19 +125,6 @@ def test_packed_rows_of_transformers(attention, devices, limit):
             outputs.logits.gather()
 
 
-def test_packed_rows_of_a_model_that_computes_its_loss():
-    net = gpt2()
-    samples = make_samples()
-    expected = sample_by_sample(net, samples)
-    savings.replace_lm_head(net)
-    criterion = DataParallelCriterion(
-        lambda output, labels: output.loss, weight=lambda output, labels: (labels != -100).sum()
-    )
-    cut = ByCost(tokens_of, collate=flatten, combine=sum)
-    for devices in (1, 3):
-        assert_equal(make_step(net, cut, criterion, ["cpu"] * devices)(samples), net, expected)
-
-
 # A model of one packed row, of which each position knows its sample
 
 
@@ -181,15 +167,6 @@ def packed_program(samples, net=None):
     loss = F.cross_entropy(net(**inputs), tags)
     loss.backward()
     return loss.detach(), gradients(net)
-
-
-def test_windows_and_ranges_of_costs():
-    net = Packed().double()
-    samples = make_samples()
-    step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum, limit=12))
-    for part in (samples[:7], [], samples[7:8], samples[8:]):
-        step.add(part)
-    assert_equal(step.apply(), net, packed_program(samples))
 
 
 class Normed(Packed):
@@ -250,39 +227,6 @@ def begin_without_samples(rank):
 def test_a_rank_without_samples_in_its_first_batch_is_refused_if_others_wait_for_its_batch_norm():
     with pytest.raises(AssertionError, match="this rank had no sample in its first batch"):
         run_ranks(2, begin_without_samples, fresh=True)
-
-
-def flat_tags(samples):
-    inputs, tags = join(samples)
-    return Whole((inputs, tags.flatten()))
-
-
-def marked_inputs(samples):
-    inputs, tags = join(samples)
-    return {name: Whole(value) for name, value in inputs.items()}, tags
-
-
-def loss_of_flat_tags(output, tags):
-    return F.cross_entropy(output.transpose(1, 2).flatten(0, 1), tags.flatten())
-
-
-@pytest.mark.parametrize("collate", [flat_tags, marked_inputs])
-def test_tags_may_be_flat_and_only_the_inputs_marked(collate):
-    net = Packed().double()
-    samples = make_samples()
-    criterion = DataParallelCriterion(
-        loss_of_flat_tags, weight=lambda output, tags: (tags != -100).sum()
-    )
-    step = make_step(net, ByCost(tokens_of, collate=collate, combine=sum), criterion)
-    assert_equal(step(samples[::-1]), net, packed_program(samples))
-
-
-def test_rows_that_were_packed_before_run_one_by_one():
-    net = Packed().double()
-    samples = make_samples()
-    rows = [whole(samples[start : start + 3]) for start in range(0, len(samples), 3)]
-    cut = ByCost(lambda row: row.value[1].numel(), collate=lambda rows: rows[0])
-    assert_equal(make_step(net, cut, micro_batch_size=1)(rows), net, packed_program(samples))
 
 
 def unmarked_targets(samples):

@@ -5,17 +5,14 @@ Collators of Hugging Face and of torch fit as they are. Under torchrun each rank
 
 import pytest
 import torch
-from helpers.coupled import correlation_loss, correlation_statistics
 from helpers.fsdp import whole
 from helpers.optimizers import sgd
-from helpers.problems import assert_equal, assert_same_gradients, build_net, gradients
+from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.ranks import on_ranks
 from helpers.slow import slow
 from helpers.steps import parallel_step
 from helpers.unequal import (
     LENGTHS,
-    TAGS,
-    OwnLoss,
     Recurrent,
     Transformer,
     assert_same_rows,
@@ -24,66 +21,18 @@ from helpers.unequal import (
     make_samples,
     make_step,
     pad,
-    pad_labels,
     plain,
     with_cut,
 )
 from helpers.updates import values_of
 from torch import nn
-from torch.utils.data import default_collate
 
 from balanced_parallel import (
-    AdditiveLoss,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
     simulate,
 )
-
-
-def test_a_collator_of_hugging_face(double):
-    import transformers  # Ranks import this file without it.
-    from helpers.trainers import make_model
-
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "a": 1}, "a"))
-    collate = transformers.DataCollatorForTokenClassification(
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
-    )
-    samples = [
-        {
-            "input_ids": torch.randint(1, 30, (n,)).tolist(),
-            "labels": torch.randint(5, (n,)).tolist(),
-            "attention_mask": [1] * n,
-        }
-        for n in (3, 16, 5, 2, 9, 4, 4)
-    ]
-    net = make_model("tags").double()
-    plain = make_model("tags").double()
-    expected = plain(**collate(samples))
-    expected.loss.backward()
-    criterion = DataParallelCriterion(
-        lambda output, labels: output.loss, weight=lambda output, labels: (labels != -100).sum()
-    )
-    settings = {"cost": lambda sample: len(sample["input_ids"]), "collate": collate, "limit": 20}
-    loss, outputs = make_step(net, criterion=criterion, **settings)(samples, return_outputs=True)
-    assert_equal(loss, expected.loss)
-    assert_same_gradients(gradients(net), gradients(plain))
-    assert outputs.logits.gather().shape == expected.logits.shape
-
-
-def test_default_collate(double):
-    samples = [(torch.randn(4), number % 3) for number in range(7)]  # it returns a list
-    net = nn.Linear(4, 3)
-    expected = nn.functional.cross_entropy(
-        net(torch.stack([row for row, _ in samples])), torch.arange(7) % 3
-    )
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    step = make_step(net, criterion=criterion, cost=lambda sample: 1.0, collate=default_collate)
-    loss, outputs = step(samples, return_outputs=True)
-    assert_equal(loss, expected)
-    assert outputs.gather().shape == (7, 3)
-
 
 SAMPLES = {"cost": length_of, "collate": pad}
 LIMITS = [{}, {"micro_batch_size": 2}, {"limit": 30}, {"limit": 31, "combine": sum}]
@@ -133,53 +82,11 @@ def test_the_devices_of_a_micro_batch_have_neighbours_in_the_order_of_costs():
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_fewer_rows_than_devices(double, rows):
-    samples = make_samples([4, 9, 2][:rows])
-    net = build()
-    loss, outputs = make_step(net, ["cpu"] * 4, **SAMPLES)(samples, return_outputs=True)
-    assert_as_plain(loss, net, samples)
-    assert len(outputs) == rows
-
-
 def test_a_cut_is_a_setting_and_keeps_no_sample():
     step = make_step(build(), **SAMPLES)
     before = dict(vars(step.cut))
     step(make_samples())
     assert vars(step.cut) == before
-
-
-def test_a_mapping_with_labels_is_for_a_model_that_computes_its_loss(double):
-    samples = make_samples()
-    net = build(OwnLoss)
-    criterion = DataParallelCriterion(
-        lambda output, labels: output["loss"], weight=lambda output, labels: (labels != -100).sum()
-    )
-    step = make_step(net, criterion=criterion, cost=length_of, collate=pad_labels)
-    loss, outputs = step(samples, return_outputs=True)
-    assert_as_plain(loss, net, samples)
-    assert outputs["logits"].gather().shape == (11, 5, 30)
-    assert outputs["loss"].gather().shape == (3,)
-
-
-def flat_pad(samples):
-    inputs, tags = pad(samples)
-    return inputs, tags.flatten()
-
-
-class Flat(Transformer):
-    """Returns one row per word."""
-
-    def forward(self, words, lengths):
-        return super().forward(words, lengths).transpose(1, 2).flatten(0, 1)
-
-
-def test_targets_of_words_may_be_flat(double):
-    samples = make_samples()
-    net = build(Flat)
-    assert_as_plain(
-        make_step(net, cost=length_of, collate=flat_pad, micro_batch_size=2)(samples), net, samples
-    )
 
 
 def test_a_criterion_takes_gathered_outputs_alone(double):
@@ -194,20 +101,6 @@ def test_a_criterion_takes_gathered_outputs_alone(double):
             match=r"outputs in another order than the batch.*criterion\(\[outputs.gather\(\)\]",
         ):
             criterion(given, tags)
-
-
-def test_a_run_goes_on_from_its_state(double):
-    def train(step, batches):
-        return [step(batch).item() for batch in batches]
-
-    batches = [make_samples(torch.randint(1, 30, (9,)).tolist()) for _ in range(4)]
-    whole, first, second = (make_step(build(), lr=0.5, **SAMPLES, limit=64) for _ in range(3))
-    losses = train(whole, batches)
-    assert train(first, batches[:2]) == losses[:2]
-    second.load_state_dict(first.state_dict())
-    assert train(second, [batch[::-1] for batch in batches[2:]]) == pytest.approx(
-        losses[2:], rel=1e-10
-    )
 
 
 def test_nothing_waits_for_a_device():
@@ -305,30 +198,6 @@ def test_unequal_devices_are_refused():
 def test_options_that_do_not_fit_are_refused(settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make_step(build(), **settings)
-
-
-def contrast(vectors, labels):
-    similar = nn.functional.log_softmax(vectors @ vectors.T, 1)
-    return -(similar * (labels[:, None] == labels)).sum(1).mean()
-
-
-COUPLED = [(contrast, True), (AdditiveLoss(correlation_statistics, correlation_loss), False)]
-
-
-@pytest.mark.parametrize(("loss", "whole"), COUPLED, ids=["whole", "sums"])
-@pytest.mark.parametrize("limit", [{}, {"limit": 10}])
-def test_losses_that_couple_rows(double, loss, whole, limit):
-    samples = [(torch.randn(4), row % TAGS) for row in range(11)]
-    net = build_net()
-    plain_net = build_net()
-    inputs, labels = default_collate(samples)
-    expected = loss(plain_net(inputs), labels)
-    expected.backward()
-    criterion = DataParallelCriterion(loss, whole=whole)
-    settings = {"cost": lambda sample: 1.0 + sample[1], **limit}
-    step = make_step(net, criterion=criterion, collate=default_collate, **settings)
-    assert_equal(step(samples), expected)
-    assert_same_gradients(gradients(net), gradients(plain_net))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])

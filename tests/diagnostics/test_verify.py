@@ -18,7 +18,6 @@ from balanced_parallel import (
     Rows,
     Whole,
     convert_sync_batchnorm,
-    parallelize,
     simulate,
     verify,
 )
@@ -51,67 +50,6 @@ def test_an_exact_program_is_reported_as_equal(micro_batch_size):
     assert "equal within 1e-10: replicas on cpu, cpu, cpu; micro-batches: " in str(report)
     assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())
-
-
-class ReadsTF32(nn.Module):
-    """A layer that records in forward and backward what CUDA would compute products with."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 5)
-        self.seen = set()
-
-    def forward(self, x):
-        output = self.layer(x)
-        output.register_hook(lambda _: self.read())
-        self.read()
-        return output
-
-    def read(self):
-        self.seen.add((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
-
-    def __deepcopy__(self, memo):
-        return self  # so that the record is that of the copies
-
-
-def test_float32_is_compared_without_tf32():
-    assert torch.backends.cudnn.allow_tf32  # torch's default
-    net = ReadsTF32().float()
-    report = verify(
-        net, nn.CrossEntropyLoss(), torch.randn(7, 4).float(), class_targets(7), device_ids=CPUS
-    )
-    assert report.equal
-    assert net.seen == {(False, False)}
-    assert torch.backends.cudnn.allow_tf32
-
-
-def test_settings_of_wrappers_are_used():
-    def loss(output, target):
-        return F.cross_entropy(output, target)
-
-    criterion = DataParallelCriterion(loss, weight=lambda output, target: (target != -100).sum())
-    model = DataParallelModel(build_net(), CPUS, split=[3, 0, 1])
-    report = verify(model, criterion, torch.randn(9, 4), class_targets(9, 4), micro_batch_size=2)
-    assert report.equal
-    assert len(report.devices) == 3
-    assert report.micro_batches == 3  # the first device has three quarters of the rows
-
-
-def test_rounding_to_float32_is_reported_as_a_reason():
-    rounded = Calls(
-        lambda net, x: net(x) * (1 + 1e-8 * len(x))
-    )  # differences of the size of float32
-    assert check(rounded).reasons == (
-        "rounding: the errors are within the rounding of float64, or of a part that casts to float32: compare in float64 "
-        "(model.double()), or give tolerance=",
-    )
-
-
-def test_gradients_of_a_criterion_are_compared():
-    criterion = nn.AdaptiveLogSoftmaxWithLoss(5, 5, [2], div_value=1.0)
-    report = verify(build_net(), criterion, torch.randn(7, 4), class_targets(7), device_ids=CPUS)
-    assert report.equal
-    assert any(name.startswith("criterion.") for name in report.gradient_errors)
 
 
 def test_the_default_tolerance_follows_the_dtype():
@@ -218,14 +156,6 @@ def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_ba
     marked = Along(x, 1), Along(target, 1)
     report = verify(model, explicit, *marked, micro_batch_size=micro_batch_size)
     assert report.equal, report
-
-
-def test_verify_reports_equality_on_simulated_devices():
-    with simulate(3):
-        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).to("sim:0")
-        model, criterion = parallelize(net, nn.CrossEntropyLoss())
-        report = verify(model, criterion, torch.randn(7, 4), torch.randint(5, (7,)))
-        assert report.equal
 
 
 EQUAL = VerificationReport(("cpu",), 2, 1e-10, 1.5, 1.5, 0.0, {"weight": 1e-16}, None, ())

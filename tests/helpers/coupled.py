@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from helpers.fsdp import whole
-from helpers.optimizers import sgd
 from helpers.problems import CLASSES, build_net
 from torch import nn
 from torch.testing import assert_close
@@ -11,10 +10,7 @@ from torch.testing import assert_close
 from balanced_parallel import (
     AdditiveLoss,
     DataParallelCriterion,
-    DataParallelModel,
     DiceLoss,
-    TrainStep,
-    parallelize,
 )
 
 
@@ -104,42 +100,6 @@ def plain_update(kind, rows=11):
     loss = criterion.module(*(outputs if isinstance(outputs, tuple) else (outputs,)), targets)
     loss.backward()
     return loss.detach(), gradients_of(module, criterion)
-
-
-def split_update(kind, devices, micro_batch_size, adds=None):
-    """Returns loss and gradients of an update on several devices, at once or by adds of some rows."""
-    module, criterion, *batch = coupled_problem(kind)
-    model = DataParallelModel(module, devices)
-    loss = _update(model, criterion, batch, micro_batch_size, adds)
-    return loss, gradients_of(module, criterion)
-
-
-def rank_update(rank, kind, sizes, micro_batch_size, strategy, way="at once"):
-    """Returns loss and gradients of an update over ranks, with ``sizes[rank]`` rows on each: at once, by hand, or added."""
-    module, criterion, *batch = coupled_problem(kind)
-    if strategy == "fsdp" and isinstance(criterion.module, nn.Module):
-        criterion.module.requires_grad_(False)
-    model, criterion = parallelize(module, criterion, strategy=strategy)
-    inputs, targets = (tensor.split(sizes)[rank] for tensor in batch)
-    if way == "by hand":
-        loss = criterion(model(inputs), targets)
-        loss.backward()
-        loss = loss.detach()
-    else:
-        adds = None if way == "at once" else 4
-        loss = _update(model, criterion, (inputs, targets), micro_batch_size, adds)
-    return loss, gradients_of(module, criterion)
-
-
-def _update(model, criterion, batch, micro_batch_size, adds):
-    optimizer = sgd(model, criterion, lr=0.0)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size)
-    if adds is None:
-        return step(*batch)
-    parts = zip(*(tensor.split(adds) for tensor in batch), strict=True)
-    for part in parts if len(batch[0]) else ():
-        step.add(*part)
-    return step.apply()
 
 
 def assert_same_update(found, expected):

@@ -9,16 +9,25 @@ from torch.testing import assert_close
 from balanced_parallel import DataParallelModel, TrainStep, parallelize, simulate
 
 # Each: the devices of one process, and the way of an update.
-LAYOUTS = [(1, 2), (3, None), (2, 2), (1, "by hand"), (3, "by hand"), ("simulated", 1)]
+LAYOUTS = [(1, 2), (3, None), (2, "added"), (1, "by hand"), (3, "by hand"), ("simulated", 1)]
 
 
 def make_update(model, criterion, way=None, lr=0.1, **settings):
     """Returns a function of inputs and targets that makes an update of SGD, and returns its loss.
 
-    The way is a number of rows in a micro-batch of a step, or None for all of them, or "by hand", or "asked": by hand, with
-    gradients that ``torch.autograd.grad`` returns. Settings are those of a step.
+    The way is a number of rows in a micro-batch of a step, or None for all of them, or "added": in two calls, or "by hand", or
+    "asked": by hand, with gradients that ``torch.autograd.grad`` returns. Settings are those of a step.
     """
     optimizer = sgd(model, criterion, lr=lr)
+    if way == "added":
+        step = TrainStep(model, criterion, optimizer, micro_batch_size=2, **settings)
+
+        def in_two_calls(inputs, targets=()):
+            for rows in (slice(3), slice(3, None)):
+                step.add(cut(inputs, rows), cut(targets, rows))
+            return step.apply()
+
+        return in_two_calls
     if way not in ("by hand", "asked"):
         return TrainStep(model, criterion, optimizer, micro_batch_size=way, **settings)
 
@@ -42,13 +51,13 @@ def make_update(model, criterion, way=None, lr=0.1, **settings):
 
 
 def numbers_of(module):
-    """Returns the numbers that the parts of a module count."""
+    """Returns the numbers that the parts of a module count, without those of rows."""
     parts = module.named_modules()
     return {
         (name, key): value
         for name, part in parts
         for key, value in vars(part).items()
-        if type(value) in (int, float)
+        if type(value) in (int, float) and key != "rows"
     }
 
 

@@ -43,11 +43,6 @@ def pad(samples):
     }, tags
 
 
-def pad_labels(samples):
-    inputs, tags = pad(samples)
-    return {**inputs, "labels": tags}
-
-
 class Transformer(nn.Module):
     """Attention that leaves the padding out."""
 
@@ -81,14 +76,6 @@ class Recurrent(nn.Module):
             self.lstm(packed)[0], batch_first=True, total_length=words.size(1)
         )
         return self.tags(states).transpose(1, 2)
-
-
-class OwnLoss(Transformer):
-    """Computes its loss, as the models of Hugging Face do."""
-
-    def forward(self, words, lengths, labels):
-        logits = super().forward(words, lengths)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 def build(kind=Transformer):

@@ -7,7 +7,6 @@ import torch
 from helpers.optimizers import (
     assert_same,
     assert_same_state,
-    balanced_or_plain,
     batches,
     plain,
     sgd,
@@ -21,7 +20,6 @@ from balanced_parallel import (
     BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
-    TrainStep,
     parallelize,
     simulate,
 )
@@ -107,36 +105,6 @@ def test_schedulers_and_closures_equal_the_plain_program():
             scheduled(model, criterion, BalancedOptimizer(model, torch.optim.SGD, lr=1.0)) == rates
         )
         assert_same(net, expected)
-
-
-@pytest.mark.parametrize(
-    ("precision", "micro_batch_size"), [("fp32", 1), ("bf16", None), ("fp16", 1)]
-)
-def test_train_step_equals_the_plain_optimizer(precision, micro_batch_size):
-    net = build_net().float()
-
-    def trained(balanced):
-        with simulate(3):
-            mine = copy.deepcopy(net)
-            model, criterion = parallelize(mine, nn.CrossEntropyLoss(), precision=precision)
-            optimizer = balanced_or_plain(model, torch.optim.AdamW, balanced, lr=0.01)
-            step = TrainStep(
-                model,
-                criterion,
-                optimizer,
-                micro_batch_size=micro_batch_size,
-                precision=precision,
-                max_grad_norm=0.3,
-            )
-            losses = [step(x.float(), target).item() for x, target in batches(3)]
-            for x, target in batches(2):
-                step.add(x.float(), target)
-            return [*losses, step.apply().item()], mine.cpu()
-
-    expected_losses, expected = trained(False)
-    losses, found = trained(True)
-    assert losses == pytest.approx(expected_losses, rel=1e-5)
-    assert_same(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("shard", ["elements", "parameters"])

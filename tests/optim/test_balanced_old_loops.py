@@ -12,7 +12,6 @@ import weakref
 
 import pytest
 import torch
-from helpers.optimizers import sgd
 from helpers.problems import CLASSES, build_net
 from helpers.slow import slow_but
 from torch import nn
@@ -67,17 +66,6 @@ def clip_by_norm(loop):
     loop.note(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
 
 
-def clip_by_another_norm(loop):
-    loop.backward()
-    loop.note(nn.utils.clip_grad_norm_(loop.net.parameters(), 0.05, norm_type=float("inf")))
-    loop.note(nn.utils.get_total_norm([parameter.grad for parameter in loop.parameters]))
-
-
-def clip_by_value(loop):
-    loop.backward()
-    nn.utils.clip_grad_value_(loop.model.parameters(), 0.01)
-
-
 def clip_by_hand(loop):
     loop.backward()
     for parameter in loop.parameters:
@@ -88,39 +76,10 @@ def clip_by_hand(loop):
     loop.note(total)
 
 
-def clip_adaptively(loop):
-    loop.backward()
-    for parameter in loop.parameters:
-        dims = tuple(range(1, parameter.dim()))
-        norm = (
-            parameter.detach().norm(dim=dims, keepdim=True).clamp_(min=1e-3)
-            if dims
-            else parameter.detach().norm()
-        )
-        grad = parameter.grad.detach()
-        grad_norm = grad.norm(dim=dims, keepdim=True) if dims else grad.norm()
-        clipped = grad * (0.1 * norm / grad_norm.clamp(min=1e-6))
-        parameter.grad.detach().copy_(torch.where(grad_norm < 0.1 * norm, grad, clipped))
-
-
-def average(loop):
-    loop.backward()
-    for parameter in loop.parameters:
-        parameter.grad.data /= 3
-        parameter.grad /= 2
-        parameter.grad.data = parameter.grad.data * 5
-
-
 def assign(loop):
     loop.backward()
     for parameter in loop.parameters:
         parameter.grad = parameter.grad * 0.5 + loop.noise(parameter)
-
-
-def add_noise_in_place(loop):
-    loop.backward()
-    for parameter in loop.parameters:
-        parameter.grad.add_(loop.noise(parameter), alpha=0.1)
 
 
 def write_rows(loop):
@@ -139,14 +98,6 @@ def write_rows(loop):
     weight.grad.detach().add_(weight.grad)
 
 
-def use_foreach(loop):
-    loop.backward()
-    gradients = [parameter.grad for parameter in loop.parameters]
-    loop.note(torch.stack(torch._foreach_norm(gradients)).norm())
-    torch._foreach_mul_(gradients, 0.3)
-    torch._foreach_add_(gradients, [loop.noise(parameter) for parameter in loop.parameters])
-
-
 def read(loop):
     loop.backward()
     vector = nn.utils.parameters_to_vector([parameter.grad for parameter in loop.parameters])
@@ -163,16 +114,6 @@ def read(loop):
     loop.note(sum(each.cpu().sum() for each in torch.load(file)["grads"]))
     assert "tensor" in repr(loop.parameters[0].grad)
     assert loop.parameters[0].grad.is_contiguous()
-
-
-def skip_nan(loop):
-    loop.backward()
-    if len(loop.log) == 1:
-        loop.parameters[0].grad[0, 0] = float("nan")
-    norm = nn.utils.clip_grad_norm_(loop.parameters, 1.0)
-    loop.note(norm.nan_to_num(77.0))
-    if not torch.isfinite(norm):
-        loop.net.zero_grad()
 
 
 def accumulate(loop):
@@ -217,32 +158,6 @@ def hold_gradients(loop):
     loop.parameters[0].grad = first[0]
 
 
-def two_losses(loop):
-    first = loop.loss()
-    second = loop.loss()
-    first.backward()
-    second.backward()
-    loop.note(loop.parameters[2].grad.norm())
-
-
-def penalty(loop):
-    (loop.loss() + 0.1 * sum(parameter.square().sum() for parameter in loop.parameters)).backward()
-    (0.2 * loop.net[2].weight.abs().sum()).backward()
-    loop.note(nn.utils.clip_grad_norm_(loop.parameters, 0.5))
-
-
-def sharpness_aware(loop):
-    loop.backward()
-    norm = torch.stack([parameter.grad.norm(2) for parameter in loop.parameters]).norm(2)
-    with torch.no_grad():
-        steps = [parameter.grad * (0.05 / (norm + 1e-12)) for parameter in loop.parameters]
-        torch._foreach_add_(loop.parameters, steps)
-    loop.net.zero_grad()
-    loop.backward()
-    with torch.no_grad():
-        torch._foreach_sub_(loop.parameters, steps)
-
-
 def gradient_of_gradients(loop):
     """A penalty on the gradients themselves, which a second backward differentiates."""
     loop.loss().backward(create_graph=True)
@@ -251,13 +166,6 @@ def gradient_of_gradients(loop):
     gradients = torch.autograd.grad(penalty, loop.parameters)
     for parameter, gradient in zip(loop.parameters, gradients, strict=True):
         parameter.grad = parameter.grad.detach() + 0.1 * gradient
-
-
-def clip_in_the_groups(loop):
-    loop.backward()
-    for group in loop.optimizer.param_groups:
-        nn.utils.clip_grad_norm_(group["params"], 0.1)
-    loop.note(loop.parameters[0].grad.norm())
 
 
 def assign_in_the_groups(loop):
@@ -284,15 +192,6 @@ def scale(loop):
     loop.note(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
 
 
-def assign_and_scale(loop):
-    scaler = torch.amp.GradScaler(loop.device.type, init_scale=128.0)
-    scaler.scale(loop.loss()).backward()
-    for parameter in loop.parameters:
-        parameter.grad = parameter.grad + loop.noise(parameter)
-    scaler.unscale_(loop.optimizer)
-    loop.note(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
-
-
 def multiply(parameter):
     parameter.grad.mul_(3)
 
@@ -306,15 +205,6 @@ def hooks(loop):
     loop.backward()
     for handle in handles:
         handle.remove()
-
-
-def move(loop):
-    loop.backward()
-    loop.net.to(loop.device)
-    loop.net.double()
-    copied = copy.deepcopy(loop.net)
-    assert all(parameter.grad is None for parameter in copied.parameters())
-    loop.note(loop.parameters[0].grad.sum())
 
 
 def few_rows(loop):
@@ -343,32 +233,19 @@ def set_tensors_once(loop):
 
 LINES = [
     clip_by_norm,
-    clip_by_another_norm,
-    clip_by_value,
     clip_by_hand,
-    clip_adaptively,
-    average,
     assign,
-    add_noise_in_place,
     write_rows,
-    use_foreach,
     read,
-    skip_nan,
     accumulate,
     accumulate_with_assignments,
     accumulate_without_reduction,
     hold_gradients,
-    two_losses,
-    penalty,
-    sharpness_aware,
     gradient_of_gradients,
-    clip_in_the_groups,
     assign_in_the_groups,
     clear_in_the_groups,
     scale,
-    assign_and_scale,
     hooks,
-    move,
     few_rows,
     set_tensors_once,
 ]
@@ -434,20 +311,6 @@ def test_lines_equal_the_plain_program_with_whole_parameters(lines):
     )
 
 
-def test_an_operation_gathers_one_gradient():
-    with simulate(4) as cluster:
-        net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).float()
-        model = DataParallelModel(net)
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-        size = net[0].weight.nbytes
-        model(torch.ones(8, 64, dtype=torch.float32)).gather("cpu").sum().backward()
-        before = cluster.live[0]
-        cluster.reset_peak()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        assert cluster.peak[0] <= before + 3 * size
-        optimizer.step()
-
-
 def test_gradients_do_not_keep_their_parameters_alive():
     with simulate(3):
         model = DataParallelModel(build_net())
@@ -489,35 +352,6 @@ def test_operators_that_change_the_shape_in_place_are_an_error():
             match=r"t_.* would change the shape of parameter.grad.*optimizer.gradient\(parameter\)",
         ):
             loop.parameters[0].grad.t_()
-
-
-def test_a_model_may_be_frozen_for_a_while():
-    """The discriminator of a GAN in the step of its generator."""
-
-    def train(devices):
-        nets = build_net(4), build_net(1)
-        if devices is None:
-            models = nets
-            criterion = nn.MSELoss()
-            optimizers = [sgd(net) for net in nets]
-        else:
-            models = [DataParallelModel(net, devices) for net in nets]
-            criterion = DataParallelCriterion(nn.MSELoss())
-            optimizers = [BalancedOptimizer(model, torch.optim.SGD, lr=0.1) for model in models]
-        x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
-        y = torch.ones(9, 1)
-        for is_frozen in (True, False, True):
-            nets[1].requires_grad_(not is_frozen)
-            optimizers[is_frozen - 1].zero_grad()
-            criterion(models[1](models[0](x)), y).backward()
-            nn.utils.clip_grad_norm_(nets[not is_frozen].parameters(), 0.2)
-            optimizers[not is_frozen].step()
-            optimizers[not is_frozen].zero_grad()
-        return [parameter.detach().cpu() for net in nets for parameter in net.parameters()]
-
-    expected = train(None)
-    with simulate(3):
-        assert_close(train([0, 1, 2]), expected)
 
 
 def test_parameters_without_elements_do_not_hinder_an_optimizer():

@@ -15,24 +15,19 @@ import torch
 from helpers.optimizers import (
     assert_same,
     assert_same_state,
-    balanced_or_plain,
-    batches,
     plain,
-    sgd,
     train,
     train_plain,
 )
-from helpers.problems import CLASSES, assert_equal, build_net, gradients
+from helpers.problems import CLASSES, build_net
 from helpers.slow import pairs
 from helpers.updates import Unrecorded, assert_same_on_devices, random_batches, values_of
 from torch import nn
-from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
-    Precision,
     TrainStep,
     gather,
     simulate,
@@ -84,32 +79,6 @@ def test_checkpoint_moves_between_numbers_of_devices(first, second):
         assert_same_state(state, reference.state_dict())
 
 
-def test_parameters_changed_between_steps_keep_their_values():
-    with simulate(3):
-        net = build_net()
-        model = DataParallelModel(net)
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
-        train(model, optimizer, 1)
-        changes = {
-            3: lambda p: p.data.mul_(0).add_(3),
-            4: lambda p: setattr(p, "data", torch.full_like(p, 4)),
-        }
-        for value, change in changes.items():
-            optimizer.zero_grad()
-            change(net[0].weight)
-            with torch.no_grad():
-                net[0].bias.fill_(2)
-            optimizer.step()  # no gradients: nothing else changes
-            assert net[0].weight.eq(value).all()
-            assert net[0].bias.eq(2).all()
-            train(model, optimizer, 1)
-            expected = copy.deepcopy(net).cpu()
-            train(model, optimizer, 2)
-            reference = sgd(expected, lr=1.0)
-            train_plain(expected, reference)
-            assert_same(net, expected)
-
-
 def test_replaced_parameters_raise_an_error():
     with simulate(2):
         net = build_net()
@@ -132,23 +101,6 @@ def test_replaced_parameters_raise_an_error():
         del optimizer
         gc.collect()
         train(model, BalancedOptimizer(model, torch.optim.SGD, lr=1.0), 1)
-
-
-def test_after_the_optimizer_is_deleted_gradients_go_to_the_parameters():
-    net = build_net()
-    expected, reference = plain(net, lambda net: sgd(net), 1)
-    train_plain(expected, reference, 1)
-    with simulate(3):
-        model = DataParallelModel(net)
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-        train(model, optimizer, 1)
-        copied = copy.deepcopy(model)
-        del optimizer
-        gc.collect()
-        for module in (copied, net):
-            assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
-        train(model, sgd(net), 1)
-        assert_same(net, expected)
 
 
 class SharedHead(nn.Module):
@@ -270,53 +222,6 @@ def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, r
     assert_same_on_devices(trained)
 
 
-def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
-    """Gradients that the owners have taken between two micro-batches have the divisor and the scale of the others."""
-
-    def trained(devices, precision):
-        net = build_net().float().to(devices[0])
-        model = DataParallelModel(net, devices)
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        optimizer = balanced_or_plain(model, torch.optim.SGD, len(devices) > 1)
-        scaler = (
-            None if precision == "fp32" else torch.amp.GradScaler("sim", init_scale=2.0**8)
-        )  # Nothing overflows.
-        step = TrainStep(model, criterion, optimizer, precision=Precision(precision, scaler))
-        generator = torch.Generator().manual_seed(0)
-        for rows in (3, 9, 30, 90):
-            x = torch.randn(rows, 4, generator=generator, dtype=torch.float32)
-            step.add(x, torch.randint(CLASSES, (rows,), generator=generator))
-            assert optimizer.param_groups
-        step.apply()
-        return values_of(net)
-
-    expected = trained(["cpu"], "fp32")
-    with simulate(2):
-        assert_close(list(trained(["sim:0", "sim:1"], "fp16")), expected, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, Unrecorded])
-def test_two_models_of_one_module_equal_the_plain_program(kind):
-    def trained(net, first, second, optimizer):
-        first(torch.randn(4, 4))
-        for x, y in random_batches(6):
-            optimizer.zero_grad()
-            (
-                (gather([first(x)], "cpu") - y) * gather([second(x + 1)], "cpu")
-            ).square().mean().backward()
-            optimizer.step()
-        return values_of(net)
-
-    net = build_net()
-    expected = trained(net, net, net, torch.optim.AdamW(net.parameters(), 0.05))
-    with simulate(3):
-        net = build_net()
-        first, second = (
-            DataParallelModel(net, devices, gather_outputs=True) for devices in ([0, 1, 2], [0, 2])
-        )
-        assert_equal(trained(net, first, second, BalancedOptimizer(first, kind, lr=0.05)), expected)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_copies_raise_an_error(copied):
     model = DataParallelModel(build_net(), ["cpu"] * 2)
@@ -336,47 +241,6 @@ def test_a_converted_submodule_raises_an_error_with_a_fix():
         for use in (lambda: model(x.float()), optimizer.step, lambda: model(x.float())):
             with pytest.raises(RuntimeError, match=r"converted or unfrozen\): make a new one"):
                 use()
-
-
-def test_gradients_can_be_read_and_cleared():
-    net = build_net()
-    x, target = next(batches(1))
-    nn.functional.cross_entropy(net(x), target).backward()
-    expected = gradients(net)
-    net.zero_grad()
-    with simulate(3):
-        model = DataParallelModel(net)
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        assert optimizer.gradient(net[0].weight) is None
-        criterion(model(x), target).backward()
-        for _ in range(2):
-            assert_equal(gradients(net, optimizer=optimizer), expected)
-        optimizer.zero_grad()
-        assert all(optimizer.gradient(parameter) is None for parameter in net.parameters())
-        with model.no_sync():
-            criterion(model(x), target).backward()
-        optimizer.zero_grad()
-        before = values_of(net)
-        optimizer.step()
-        assert_equal(values_of(net), before)
-
-
-def test_autograd_grad_returns_whole_gradients():
-    net = build_net()
-    x, _ = next(batches(1))
-    expected = torch.autograd.grad(net(x).pow(2).sum(), list(net.parameters()))
-    with simulate(3):
-        model = DataParallelModel(net)
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
-        found = torch.autograd.grad(gather(model(x)).pow(2).sum(), list(net.parameters()))
-        assert_close([one.cpu() for one in found], expected)
-        assert model.replicas.gradients.is_sharded
-        assert all(
-            parameter.grad is None
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
 
 
 def test_shards_of_a_large_parameter_have_equal_bytes():

@@ -8,7 +8,7 @@ import pkgutil
 import pytest
 import torch
 from helpers.fsdp import whole
-from helpers.optimizers import assert_same, assert_same_state, batches
+from helpers.optimizers import assert_same, assert_same_state
 from helpers.optimizers import train as small_train
 from helpers.problems import assert_equal, build_net
 from helpers.ranks import on_ranks, run_ranks
@@ -241,45 +241,6 @@ def test_elements_of_other_libraries_are_exact_or_raise_an_error():
     reference = pytorch_optimizer.Lion(expected.parameters(), lr=0.1)
     small_train(DataParallelModel(expected, ["cpu"]), reference)
     assert_same(net, expected)
-
-
-@pytest.mark.usefixtures("buckets")
-@pytest.mark.parametrize("shard", ["elements", "parameters"])
-def test_two_optimizers_share_a_model(shard):
-    """Muon for the matrices, AdamW for the rest."""
-
-    def train(model, make):
-        net = model.module
-        others = [parameter for parameter in net.parameters() if parameter.dim() != 2]
-        optimizers = [
-            make(torch.optim.Muon, matrices(net), lr=0.05),
-            make(torch.optim.AdamW, others, lr=0.01),
-        ]
-        step = TrainStep(
-            model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizers, max_grad_norm=0.3
-        )
-        for x, target in batches(3):
-            step(x, target)
-        return [optimizer.state_dict() for optimizer in optimizers]
-
-    net = build_net()
-    expected = copy.deepcopy(net)
-    states = train(
-        DataParallelModel(expected, ["cpu"]),
-        lambda kind, parameters, **settings: kind(parameters, **settings),
-    )
-    with simulate(3):
-        model = DataParallelModel(net)
-
-        def make(kind, parameters, **settings):
-            return BalancedOptimizer(
-                model, kind, parameters, shard if kind is torch.optim.AdamW else None, **settings
-            )
-
-        for state, other in zip(train(model, make), states, strict=True):
-            assert_same_state(state, other)
-        assert_same(net, expected)
-        assert not model.replicas.gradients.is_sharded  # both are deleted
 
 
 def test_owners_have_as_many_bytes():

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls, assert_equal_program
-from helpers.problems import CLASSES, assert_exact_update, build_net
-from helpers.steps import still_step
+from helpers.problems import CLASSES, build_net
 from torch import nn
 from torch.testing import assert_close
 
@@ -114,53 +113,6 @@ class TestWeight:
             with pytest.raises(error, match=message):
                 weighted_mean([torch.tensor(1.0)], [weight])
 
-    @pytest.mark.parametrize("positives", [0, 1, 5])
-    def test_minimum_bounds_the_divisor_of_a_weighted_mean(self, positives):
-        losses = torch.rand(7)
-        counts = torch.zeros(7)
-        counts[:positives] = 1
-        parts = zip(losses.split([3, 2, 2]), counts.split([3, 2, 2]), strict=True)
-        means = [(loss.sum() / count.sum().clamp(min=1), count.sum()) for loss, count in parts]
-        mean = weighted_mean(*zip(*means, strict=True), minimum=1)
-        assert_close(mean, losses.sum() / max(positives, 1))
-
-    @pytest.mark.parametrize("kept", [(3, 4, 6), (0, 3, 4), ()])
-    def test_several_means_have_their_own_divisors(self, kept):
-        def criterion(output, target):
-            some = target > 0
-            return {
-                "class": F.cross_entropy(output, target),
-                "box": output[some].pow(2).sum() / some.sum().clamp(min=1),
-            }
-
-        def total(net):
-            return sum(criterion(net(x), target).values())
-
-        net = build_net()
-        x = torch.randn(7, 4)
-        target = torch.zeros(7, dtype=torch.long)
-        target[list(kept)] = torch.arange(1, 1 + len(kept))
-        of_targets = {"class": len, "box": lambda target: (target > 0).sum()}
-
-        def of_outputs(output, target, counts=of_targets):
-            return {name: count(target) for name, count in counts.items()}
-
-        for weight in (of_targets, of_outputs):
-            split = DataParallelCriterion(criterion, weight=weight, minimum=1)
-            assert_equal_program(
-                build_net(),
-                lambda *batch, split=split: sum(split(*batch).values()),
-                total,
-                [x],
-                [target],
-            )
-        step = still_step(
-            net, DataParallelCriterion(criterion, weight=of_targets, minimum=1), micro_batch_size=1
-        )
-        assert_exact_update(
-            step, net, lambda output, target: sum(criterion(output, target).values()), x, target
-        )
-
     def test_weights_must_match_the_means(self):
         outputs = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))
         target = torch.rand(7, CLASSES)
@@ -175,26 +127,3 @@ class TestWeight:
             weight=lambda o, t: [len(o), o.numel()],
         )
         assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))
-
-    def test_several_means_by_rows_as_sums_and_with_a_replica_of_weight_zero(self):
-        x = torch.randn(7, 4)
-        target = torch.rand(7, CLASSES)
-        net = build_net()
-        outputs = DataParallelModel(net, CPUS)(x)
-        means = DataParallelCriterion(
-            lambda o, t: (F.mse_loss(o, t), F.l1_loss(o, t), None), weight="rows"
-        )(outputs, target)
-        assert_close(means[0], F.mse_loss(net(x), target))
-        assert_close(means[1], F.l1_loss(net(x), target))
-        assert means[2] is None
-        sums = DataParallelCriterion(
-            lambda o, t: [F.mse_loss(o, t, reduction="sum"), o.sum()], reduction="sum"
-        )(outputs, target)
-        assert_close(sums[1], net(x).sum())
-        x = torch.randn(6, 4)
-        target = torch.tensor([1, 2, -100, -100, 0, 3])  # a replica of weight zero
-        criterion = DataParallelCriterion(
-            lambda o, t: {"nll": F.cross_entropy(o, t)}, weight=lambda o, t: (t != -100).sum()
-        )
-        found = criterion(DataParallelModel(net, CPUS)(x), target)
-        assert_close(found["nll"], F.cross_entropy(net(x), target))

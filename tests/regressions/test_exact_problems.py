@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.coupled import KINDS
 from helpers.fsdp import WORDS, Language, language_batch
 from helpers.layouts import LAYOUTS, assert_exact_in_one_process, assert_exact_on_ranks
 from helpers.ranks import on_ranks
@@ -278,6 +279,38 @@ class Sum(nn.Module):
         return inputs * (1 + 0.1 * self.steps + 0.05 * self.calls)
 
 
+class Annealed(nn.Module):
+    """A criterion whose weight grows with each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("weight", torch.ones((), dtype=torch.float64))
+
+    def forward(self, output, target):
+        self.calls += 1
+        self.weight += 0.1
+        return F.mse_loss(output, target) * self.weight * (1 + 0.05 * self.calls)
+
+
+class Cached(nn.Module):
+    """Makes a cache in its first forward, sets a flag, and notes a number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+        self.rows = 0
+        self.register_buffer("cache", None)
+        self.register_buffer("is_ready", torch.tensor(False))
+
+    def forward(self, inputs):
+        if not self.is_ready:
+            self.cache = torch.arange(5.0, dtype=inputs.dtype, device=inputs.device)
+            self.is_ready.fill_(True)
+        self.rows = len(inputs)
+        return self.layer(inputs) + self.cache
+
+
 class Scalars(nn.Module):
     """Parameters without a dimension, one that is frozen, and one that nobody uses."""
 
@@ -316,6 +349,10 @@ def sentences(batches):
 
 def classes_of_sentences(batches):
     return ((words, words[:, 0] % 5) for words, _ in sentences(batches))
+
+
+def classes_of(batches):
+    return ((inputs, target.argmax(1)) for inputs, target in batches)
 
 
 def linear():
@@ -370,11 +407,15 @@ PROBLEMS = {
     "sparse gradients": (Words, nn.CrossEntropyLoss(), classes_of_sentences),
     # Counters of a rank without rows stayed behind, and power iterations did.
     "counters and power iterations": (counted, nn.MSELoss(), iter),
+    "a criterion that counts": (linear, Annealed(), iter),
+    "caches and flags": (Cached, nn.MSELoss(), iter),
     "parameters without a dimension": (Scalars, nn.MSELoss(), iter),
     # Tied weights, checkpointed blocks, and a layer that nobody uses.
     "a language model": (Language, nn.CrossEntropyLoss(), sentences),
     # The first block runs again in the backward, with an input that no operator has made.
     "a frozen embedding": (frozen_language, nn.CrossEntropyLoss(), sentences),
+    # Rows depend on each other.
+    **{kind: (make, criterion().double(), classes_of) for kind, (make, criterion) in KINDS.items()},
 }
 
 
@@ -386,11 +427,14 @@ def problem_of(name):
     return make_net(), criterion, change(make_batches())
 
 
+# Rows that were added before are those of another loss, which is an error.
+CHANGE = ("another function later", "two functions in turn")
 CASES = [
     (name, layout)
     for name in PROBLEMS
     for layout in LAYOUTS
     if (name, layout[0]) != ("sparse gradients", "simulated")
+    and not (name in CHANGE and layout[1] == "added")
 ]
 # Each problem in every second layout, and each layout with every second problem.
 IN_ONE_PROCESS = [
@@ -407,17 +451,18 @@ def test_devices_of_one_process(name, layout):
 
 # FSDP2 has the parameters of a layer alone while it runs, and no second derivatives.
 PENALTIES = ("a constant matrix", "a number for each row")
-NOT_SHARDED = (*PENALTIES, "forces", "parameters of a criterion", "sparse gradients")
+NOT_SHARDED = (*PENALTIES, "forces", "parameters of a criterion", "pairs", "sparse gradients")
 CUTS = [(3, 3, 3, 3), (7, 7, 7, 7), (3, 0, 7, 4)]
-CHANGE = ("another function later", "two functions in turn")
 
 
 def is_refused(name, strategy, way, cuts):
     """Returns True for what ranks refuse with an error of its own."""
     if strategy == "fsdp" and (way == "asked" or name in NOT_SHARDED):
         return True
-    if name == "counters and power iterations" and cuts == CUTS[1]:
-        return True  # A rank needs rows once to know that there are numbers.
+    if name in ("counters and power iterations", "caches and flags") and 7 in cuts:
+        return True  # A rank needs rows first to know that there are numbers, or buffers.
+    if name == "a criterion that counts" and 7 in cuts:
+        return True  # A rank without rows does not call it.
     if name == "sparse gradients" and way == "asked":
         return True  # They are dense.
     return name in CHANGE or (name in PENALTIES and way in ("by hand", "asked") and 7 in cuts)

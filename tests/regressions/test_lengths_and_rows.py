@@ -9,54 +9,11 @@ from helpers.optimizers import sgd
 from helpers.ranks import on_ranks
 from helpers.steps import make_step
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, parallelize
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def packed(output, target):
-    lengths = (target != 0).sum(1)
-    return pack_padded_sequence(output, lengths, batch_first=True, enforce_sorted=False).data
-
-
-OF_POSITIONS = {
-    "packed": lambda output, target: packed(output, target).square().mean(),
-    "cut": lambda output, target: (
-        torch.cat(
-            [
-                row[:length]
-                for row, length in zip(output, (target != 0).sum(1).tolist(), strict=True)
-            ]
-        )
-        .square()
-        .mean()
-    ),
-    "packed mse": lambda output, target: F.mse_loss(
-        packed(output, target), torch.ones_like(packed(output, target))
-    ),
-    "masked mse": lambda output, target: F.mse_loss(
-        output[target != 0], torch.ones_like(output[target != 0])
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OF_POSITIONS)
-def test_means_over_the_positions_of_each_row_are_exact(name):
-    """Micro-batches pad to their own longest row, and the number of elements does not follow from that."""
-    torch.manual_seed(0)
-    net = nn.Embedding(11, 5)
-    step = make_step(net, OF_POSITIONS[name], devices=1, lr=0.0)
-    for _ in range(2):
-        rows = [torch.randint(1, 11, (length,)) for length in (2, 5, 3, 1, 4, 2)]
-        whole = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        expected = OF_POSITIONS[name](net(whole), whole)
-        for part in (rows[:2], rows[2:3], rows[3:]):
-            words = nn.utils.rnn.pad_sequence(part, batch_first=True)
-            step.add(words, words)
-        assert_close(step.apply(), expected.detach())
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,8 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     PerReplica,
-    Rows,
     TrainStep,
     Whole,
-    gather,
 )
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -34,13 +32,6 @@ pytestmark = pytest.mark.usefixtures("double")
 
 class TestGatherOutputs:
     """``gather_outputs=True`` returns what ``nn.DataParallel`` returns."""
-
-    def test_submodule_can_be_wrapped(self):
-        module = nn.Sequential(build_net(4), nn.ReLU(), nn.Linear(4, 2))
-        x = torch.randn(7, 4)
-        expected = module(x)
-        module[0] = DataParallelModel(module[0], CPUS, gather_outputs=True)
-        assert_close(module(x), expected)
 
     @pytest.mark.parametrize("devices", [1, 3])
     def test_scalars_have_the_shape_of_nn_data_parallel(self, devices):
@@ -73,20 +64,6 @@ class TestGatherOutputs:
             )
             assert outputs["nested"]["scale"].shape == shape
             assert outputs["y"].shape == (7, CLASSES)
-
-    def test_time_major_outputs_are_gathered_along_their_dimension(self):
-        x = torch.randn(5, 7, 4)
-        assert DataParallelModel(build_net(), CPUS, dim=1, gather_outputs=True)(x).shape == (
-            5,
-            7,
-            CLASSES,
-        )
-        assert gather(DataParallelModel(build_net(), CPUS, dim=1)(x)).shape == (5, 7, CLASSES)
-        for change in (lambda output: output * 2, lambda output: output.argmax(-1)):
-            with pytest.raises(ValueError, match="expected shapes that differ in dimension 0 only"):
-                gather(
-                    [change(output) for output in DataParallelModel(build_net(), CPUS, dim=1)(x)]
-                )
 
 
 class TestMicroBatches:
@@ -130,43 +107,6 @@ class TestMicroBatches:
             TrainStep(
                 model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters())
             )((x, Whole(scale)), target)
-
-    def test_keyword_targets_with_several_outputs(self):
-        def loss(one, two, target):
-            return F.mse_loss(one * two, target)
-
-        module = Calls(lambda net, x: (net(x), net(x * 2)))
-        x = torch.randn(11, 4)
-        target = torch.rand(CLASSES, 11)
-        criterion = DataParallelCriterion(
-            lambda one, two, target: loss(one, two, target.t()),
-            weight=lambda one, two, target: len(one),
-        )
-        self.assert_step(
-            module, criterion, lambda module: loss(*module(x), target.t()), x, Along(target, 1)
-        )
-
-    def test_rows_that_are_not_tensors(self):
-        module = Calls(
-            lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips])
-        )
-        clips = [torch.randn(length, 4) for length in range(1, 12)]
-        scale = torch.rand(CLASSES)
-        target = torch.rand(11, CLASSES)
-        plain = lambda module: F.mse_loss(module(clips, scale), target)  # noqa: E731
-        self.assert_step(
-            module, DataParallelCriterion(nn.MSELoss()), plain, (Rows(clips), Whole(scale)), target
-        )
-
-    def test_outputs_of_another_model(self):
-        generator = build_net(4)
-        critic = build_net(1)
-        z = torch.randn(11, 4)
-        with torch.no_grad():
-            fake = DataParallelModel(generator, CPUS, split=[5, 1, 2])(z)
-        target = torch.rand(11, 1)
-        plain = lambda critic: F.mse_loss(critic(generator(z).detach()), target)  # noqa: E731
-        self.assert_step(critic, DataParallelCriterion(nn.MSELoss()), plain, fake, target)
 
     def test_divisors_that_are_not_known_before_the_first_micro_batch_raise_an_error(self):
         split = DataParallelCriterion(

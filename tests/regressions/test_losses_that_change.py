@@ -5,8 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.fsdp import whole_gradients
-from helpers.ranks import on_ranks
 from helpers.steps import make_step
 from torch import nn
 from torch.testing import assert_close
@@ -15,7 +13,6 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     Whole,
-    parallelize,
     simulate,
 )
 
@@ -192,22 +189,6 @@ def test_the_state_of_a_criterion_is_resumed_on_devices():
         step = begin()
         step.load_state_dict(state)
         assert_close(step(inputs, target), expected)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@on_ranks(2)
-def test_a_loop_with_no_sync_runs_in_all_strategies(rank, strategy):
-    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
-    inputs = torch.randn(8, 4)
-    target = torch.rand(8, 5)
-    expected = torch.autograd.grad(F.mse_loss(net(inputs), target), [*net.parameters()])
-    model, criterion = parallelize(net, nn.MSELoss(), strategy=strategy)
-    first = slice(4 * rank, 4 * rank + 2)
-    second = slice(4 * rank + 2, 4 * rank + 4)
-    with model.no_sync():
-        (criterion(model(inputs[first]), target[first]) / 2).backward()
-    (criterion(model(inputs[second]), target[second]) / 2).backward()
-    assert_close(whole_gradients(model), [*expected])
 
 
 def test_a_state_is_not_loaded_between_add_and_apply():

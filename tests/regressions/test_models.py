@@ -3,17 +3,14 @@
 Each loop equals the plain program, or the error says what to write.
 """
 
-import functools
-
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers.loops import CPUS, Calls, assert_equal_program
+from helpers.loops import CPUS
 from helpers.problems import assert_same_gradients, build_net, gradients
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, Whole, simulate
+from balanced_parallel import DataParallelCriterion, DataParallelModel, simulate
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -34,15 +31,6 @@ class TestChains:
         criterion = DataParallelCriterion(lambda score: score.pow(2).mean(), weight="rows")
         criterion(outputs).backward()
         assert_same_gradients(gradients(generator, critic), expected)
-
-    def test_outputs_can_be_targets(self):
-        student = build_net()
-        teacher = build_net()
-        x = torch.randn(7, 4)
-        with torch.no_grad():
-            wanted = DataParallelModel(teacher, CPUS, split=[3, 1, 1])(x)
-        plain = lambda student: F.mse_loss(student(x), teacher(x).detach())  # noqa: E731
-        assert_equal_program(student, DataParallelCriterion(nn.MSELoss()), plain, [x], [wanted])
 
     def test_plain_list_of_outputs_as_input_raises_an_error(self):
         model = DataParallelModel(build_net(4), CPUS)
@@ -65,46 +53,6 @@ class TestChains:
             assert_close(outputs.map(lambda output: output[1], dim=1).gather(), plain)
         with pytest.raises(ValueError, match=r"map\(function, dim=...\)"):
             outputs.map(lambda output: output[0])
-
-
-class TestMethods:
-    class TwoTowers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.image = build_net()
-            self.text = build_net()
-
-        def encode_image(self, x, *, scale=1):
-            return self.image(x) * scale
-
-        def forward(self, x):
-            return self.text(x)
-
-    def test_call_splits_the_arguments_of_a_method(self):
-        module = self.TwoTowers()
-        x = torch.randn(7, 4)
-        call = functools.partial(DataParallelModel(module, CPUS).call, "encode_image", scale=2)
-        criterion = DataParallelCriterion(lambda output: output.pow(2).mean(), weight="rows")
-        assert_equal_program(
-            module,
-            criterion,
-            lambda net: net.encode_image(x, scale=2).pow(2).mean(),
-            [x],
-            model=call,
-        )
-        assert call(x).sizes == (3, 2, 2)
-
-    def test_marks_apply_to_methods_and_missing_methods_are_an_error(self):
-        module = self.TwoTowers()
-        x = torch.randn(7, 4)
-        module.scaled = lambda x, scale: module.image(x) * scale.sum()
-        scale = torch.rand(3)
-        named = DataParallelModel(module, CPUS)
-        assert_close(named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale))
-        with pytest.raises(
-            AttributeError, match="'TwoTowers' object has no attribute 'encode_audio'"
-        ):
-            named.call("encode_audio", torch.zeros(1))
 
 
 def test_invalid_modules_raise_an_error():
@@ -143,14 +91,3 @@ class TestDevices:
             assert [score.device.index for score in scores] == [0, 1, 2]
             gathered = DataParallelModel(build_net(1), output_device=1, gather_outputs=True)(fake)
             assert gathered.device.index == 1
-
-    def test_whole_and_rows_are_moved_to_every_device(self):
-        torch.set_default_dtype(torch.float32)
-        with simulate(devices=3):
-            model = DataParallelModel(
-                Calls(lambda net, rows, scale: torch.stack([net(row * scale) for row in rows]))
-            )
-            outputs = model(Rows([torch.ones(4) * row for row in range(7)]), Whole(torch.rand(4)))
-            assert [output.device.index for output in outputs] == [0, 1, 2]
-            outputs.gather().sum().backward()
-            assert all(parameter.grad is not None for parameter in model.parameters())

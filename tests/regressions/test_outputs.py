@@ -6,9 +6,8 @@ Each loop equals the plain program, or the error says what to write.
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.loops import CPUS, Calls, assert_equal_program
-from helpers.optimizers import sgd
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_batch, gradients
+from helpers.loops import CPUS, Calls
+from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
 from torch import nn
 from torch.testing import assert_close
 
@@ -16,7 +15,6 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     PerReplica,
-    TrainStep,
     simulate,
 )
 
@@ -64,27 +62,6 @@ class TestListOutputs:
             with pytest.raises(ValueError, match="3 outputs with 2 rows each, all on sim:1"):
                 criterion(outputs[1], target)
 
-    @pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
-    def test_lists_of_targets_are_split_like_the_outputs(self, micro_batch_size):
-        def loss(outputs, targets):
-            return sum(
-                F.mse_loss(output, target) for output, target in zip(outputs, targets, strict=True)
-            )
-
-        module = self.stacks()
-        x = torch.randn(11, 4)
-        targets = [torch.rand(11, CLASSES) for _ in range(3)]
-        split = DataParallelCriterion(loss, weight="rows")
-        assert_equal_program(module, split, lambda module: loss(module(x), targets), [x], [targets])
-        model = DataParallelModel(module, CPUS)
-        optimizer = sgd(module, lr=0.0)
-        step = TrainStep(model, split, optimizer, micro_batch_size=micro_batch_size)
-        assert_close(step(x, targets), loss(module(x), targets))
-        with pytest.raises(
-            ValueError, match="a list of 3 entries of one type"
-        ):  # they may be the three rows
-            split(DataParallelModel(module, CPUS)(x[:3]), [target[:3] for target in targets])
-
     def test_rows_of_losses_in_a_list_are_unknown(self):
         outputs = DataParallelModel(Calls(lambda net, x: net(x).mean()), CPUS, split=[5, 1, 1])(
             torch.randn(7, 4)
@@ -99,14 +76,6 @@ class TestListOutputs:
         assert_close(
             criterion(outputs, torch.rand(7)), (5 * outputs[0] + outputs[1] + outputs[2]) / 7
         )
-
-    def test_gathered_outputs_are_accepted_by_the_criterion(self):
-        net = build_net()
-        x, target = class_batch(7)
-        whole = DataParallelModel(net, CPUS)(x).gather()
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
-        assert_close(criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target))
 
 
 class TestPerReplica:
@@ -174,49 +143,3 @@ class TestPerReplica:
         found.backward()
         assert_close(found, penalty)
         assert_same_gradients(gradients(net), expected)
-
-
-def product(one, two, target):
-    return (one * two - target).pow(2).mean()
-
-
-def stacked(outputs, target, loss):
-    return sum(loss(output, target) for output in outputs)
-
-
-LOSS = DataParallelCriterion(nn.MSELoss())
-PRODUCT = DataParallelCriterion(product, weight="rows")
-LOOPS = {  # the outputs of a model, the loss of the replicas' outputs, the loss of the plain program
-    "map": (
-        lambda net, x: net(x),
-        lambda y, t: LOSS(y.map(lambda y: y * 3), t),
-        lambda y, t: F.mse_loss(y * 3, t),
-    ),
-    "map of a list": (
-        lambda net, x: [net(x), net(x * 2), net(x * 3)],
-        lambda outputs, target: stacked(
-            [outputs.map(lambda y, stack=stack: y[stack]) for stack in range(3)], target, LOSS
-        ),
-        lambda outputs, target: stacked(outputs, target, F.mse_loss),
-    ),
-    "zip of a list": (
-        lambda net, x: [net(x), net(x * 2), net(x * 3)],
-        lambda outputs, target: stacked(zip(*outputs, strict=True), target, LOSS),
-        lambda outputs, target: stacked(outputs, target, F.mse_loss),
-    ),
-    "entries": (
-        lambda net, x: {"one": net(x), "two": net(x * 2)},
-        lambda outputs, target: PRODUCT((outputs["one"], outputs["two"]), target),
-        lambda outputs, target: product(*outputs.values(), target),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_over_outputs_equal_the_plain_program(name):
-    function, split, plain = LOOPS[name]
-    x = torch.randn(7, 4)
-    target = torch.rand(7, CLASSES)
-    assert_equal_program(
-        Calls(function), split, lambda module: plain(module(x), target), [x], [target]
-    )

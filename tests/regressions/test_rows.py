@@ -5,8 +5,7 @@ Each loop equals the plain program, or the error says what to write.
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers.loops import CPUS, Calls, assert_equal_program
+from helpers.loops import CPUS, Calls
 from helpers.problems import CLASSES, build_net
 from torch import nn
 from torch.testing import assert_close
@@ -41,22 +40,6 @@ class TestOtherDimensions:
         ):
             criterion(model(x), target)
 
-    def test_dim_and_marks_set_the_dimension_of_the_targets(self):
-        def loss(output, target):
-            return F.cross_entropy(output.reshape(-1, CLASSES), target.reshape(-1))
-
-        x = torch.randn(5, 7, 4)
-        target = torch.randint(CLASSES, (5, 7))
-        target[2:, :3] = -100
-        weight = lambda output, target: (target != -100).sum()  # noqa: E731
-        for dim, given in ((1, target), (None, Along(target, 1))):
-            criterion = DataParallelCriterion(loss, dim=dim, weight=weight)
-            module = self.time_major()
-            model = DataParallelModel(module, CPUS, dim=1)
-            assert_equal_program(
-                module, criterion, lambda module: loss(module(x), target), [x], [given], model
-            )
-
     def test_marks_set_the_dimension_of_each_argument(self):
         def function(net, x, state, scale):
             return {"y": net(x + state.sum(0)) * scale.sum(), "state": state * 2}
@@ -78,18 +61,6 @@ class TestOtherDimensions:
         assert_close(gather(outputs["state"]), expected["state"])
         again = model(x, outputs["state"], Whole(scale))  # from step to step, on its devices
         assert_close(again.gather(), module(x, expected["state"], scale))
-
-    def test_marks_apply_to_keyword_arguments(self):
-        class Stateful(Calls):
-            def forward(self, x, state=None):
-                return self.net(x) if state is None else self.net(x + state.sum(0))
-
-        module = Stateful(None)
-        x = torch.randn(2, 4)
-        state = torch.randn(2, 2, 4)  # a wrong dimension would fit
-        model = DataParallelModel(module, CPUS)
-        assert_close(model(x, state=Along(state, 1)).gather(), module(x, state))
-        assert_close(model(x).gather(), module(x))
 
     def test_invalid_dims_raise_an_error(self):
         pair = Calls(lambda net, x: (net(x), net(x)))

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.optimizers import sgd
 from helpers.problems import (
     assert_equal,
     assert_same_gradients,
@@ -30,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
-    TrainStep,
     convert_sync_batchnorm,
     gather,
     parallelize,
@@ -118,28 +116,6 @@ def test_half_precision_is_normalized_in_float32():
     outputs = DataParallelModel(net, CPUS)(x.bfloat16())
     assert {output.dtype for output in outputs} == {torch.bfloat16}
     assert_close(gather(outputs).float(), nn.BatchNorm1d(3)(x), rtol=0.05, atol=0.05)
-
-
-def test_statistics_are_those_of_each_micro_batch(double):
-    """Statistics are those of each micro-batch over all devices: as the plain program that runs the same micro-batches."""
-    plain = build()
-    net = convert_sync_batchnorm(copy.deepcopy(plain))
-    x = torch.randn(8, 2, 3, 3)
-    target = class_targets(8)
-    total = sum(
-        F.cross_entropy(plain(some), labels, reduction="sum")
-        for some, labels in zip(x.split(4), target.split(4), strict=True)
-    )
-    (total / 8).backward()
-    step = TrainStep(
-        DataParallelModel(net, ["cpu"] * 2),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-        sgd(net, lr=0.0),
-        micro_batch_size=2,
-    )
-    assert_close(step(x, target), (total / 8).detach())
-    assert_same_gradients(gradients(net), gradients(plain))
-    assert_same_buffers(net, plain)
 
 
 class Uneven(nn.Module):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from helpers.optimizers import balanced_or_plain
 from helpers.problems import (
-    BODIES,
     CLASSES,
     assert_equal,
     assert_same_gradients,
@@ -22,7 +21,6 @@ from helpers.problems import (
 from helpers.replicas import settled
 from helpers.updates import SIMULATED
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 from balanced_parallel.replicas import buckets
@@ -61,36 +59,6 @@ def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
         gather(model(torch.ones(4, 4))).sum().backward()
         assert events[0] == 2600 + 2600 * 4 + 4
         assert "in vain" not in events
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.net = build_net()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        return checkpoint(self.net, x.detach().requires_grad_(), use_reentrant=self.use_reentrant)
-
-
-NETWORKS = BODIES | {
-    "checkpointed": lambda: Checkpointed(False),
-    "checkpointed, reentrant": lambda: Checkpointed(True),
-}
-
-
-@pytest.mark.usefixtures("buckets")
-@pytest.mark.parametrize("network", NETWORKS)
-def test_two_forwards_before_one_backward_equal_the_plain_program(double, network):
-    net = NETWORKS[network]()
-    x = torch.randn(6, 4)
-    (net(x).sum() * net(x.flip(0)).pow(2).mean()).backward()
-    expected = gradients(net)
-    net.zero_grad()
-    with simulate(3):
-        model = DataParallelModel(net.to("sim:0"))
-        (gather(model(x)).sum() * gather(model(x.flip(0))).pow(2).mean()).backward()
-        assert_same_gradients(gradients(net), expected)
 
 
 @pytest.mark.usefixtures("buckets")

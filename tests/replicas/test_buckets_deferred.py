@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 from helpers.optimizers import balanced_or_plain, sgd
 from helpers.problems import (
     CLASSES,
-    assert_equal,
     assert_same_gradients,
     build_net,
     gradients,
-    plain_program,
 )
 from helpers.updates import SIMULATED, values_of
 from torch import nn
@@ -95,34 +92,6 @@ def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
         assert_same_gradients(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("layout", "rows"),
-    [("balanced", 2), ("three devices", 6), ("one device", 2)],
-)
-def test_an_update_between_deferred_gradients_equals_the_plain_program(layout, rows):
-    """Reads param_groups, as a scheduler does, and reduces before the step."""
-    torch.manual_seed(2)
-    x = torch.randn(20, 4)
-    y = torch.randn(20, CLASSES)
-
-    def run(net, model, criterion, optimizer, reduce):
-        for start in (0, 10):
-            with model.no_sync() if reduce else contextlib.nullcontext():
-                for first in range(start, start + 10, rows):
-                    criterion(model(x[first : first + rows]), y[first : first + rows]).backward()
-                    assert optimizer.param_groups[0]["lr"] == 0.1
-            if reduce:
-                model.reduce_gradients()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        return values_of(net)
-
-    net = build_net()
-    expected = run(net, net, nn.MSELoss(), sgd(net), False)
-    with simulate(3):
-        assert_equal(run(*make_program(layout), True), expected)
-
-
 class AfterTheFirst(nn.Module):
     """A net whose first replica uses no parameters."""
 
@@ -168,75 +137,6 @@ def test_deferred_gradients_do_not_keep_the_replicas_alive():
         del model
         gc.collect()
         assert seen() is None
-
-
-def test_no_sync_applies_to_the_backward_of_its_forward():
-    batches = torch.randn(3, 4, 4)
-    net = build_net()
-    net(batches.flatten(0, 1)).sum().backward()
-    expected = gradients(net)
-    net.zero_grad()
-    with simulate(2):
-        model = DataParallelModel(net)
-        first = gather(model(batches[0]), "cpu").sum()
-        with model.no_sync():
-            second = gather(model(batches[1]), "cpu").sum()
-        third = gather(model(batches[2]), "cpu").sum()
-        first.backward()
-        assert not any(bucket.held for bucket in model.replicas.gradients.buckets)
-        second.backward()
-        assert all(bucket.held for bucket in model.replicas.gradients.buckets)
-        third.backward()
-        assert not any(bucket.held for bucket in model.replicas.gradients.buckets)
-        assert_same_gradients(gradients(net), expected)
-
-
-def test_no_sync_reduces_gradients_once(double):
-    net = build_net()
-    x = torch.randn(12, 4)
-    target = torch.randint(5, (12,))
-    _, expected = plain_program(net, nn.CrossEntropyLoss(reduction="sum"), x, target)
-    with simulate(3) as cluster:
-        model = DataParallelModel(net.to("sim:0"))
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss(reduction="sum"))
-        size = sum(parameter.nbytes for parameter in net.parameters())
-
-        def run(start):
-            criterion(model(x[start : start + 3]), target[start : start + 3]).backward()
-
-        run(0)  # the copies are there
-        net.zero_grad()
-        before = cluster.moved
-        with model.no_sync():
-            for start in (0, 3, 6):
-                run(start)
-        assert (cluster.moved - before)["sim:1", "sim:0"] < 200
-        run(9)
-        assert size <= (cluster.moved - before)["sim:1", "sim:0"] < size + 200
-        assert_same_gradients(gradients(net), expected)
-        net.zero_grad()
-        with model.no_sync():
-            for start in (0, 3, 6, 9):
-                run(start)
-        model.reduce_gradients()
-        assert_same_gradients(gradients(net), expected)
-
-
-def test_create_graph_backward_reduces_deferred_gradients(double):
-    net = build_net()
-    x = torch.randn(6, 4)
-    with simulate(3):
-        model = DataParallelModel(net)
-        gather(model(x), "cpu").square().sum().backward()
-        expected = [gradient.cpu() * 2 for gradient in gradients(net)]
-        model.zero_grad()
-        with model.no_sync():
-            gather(model(x), "cpu").square().sum().backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of what create_graph=True keeps
-            gather(model(x), "cpu").square().sum().backward(create_graph=True)
-        assert_same_gradients(gradients(net), expected)
-        model.zero_grad()
 
 
 def test_step_over_micro_batches_reduces_gradients_once():

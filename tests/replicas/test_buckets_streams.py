@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from helpers.optimizers import balanced_or_plain
 from helpers.problems import assert_same_gradients, build_net, class_batch, gradients, plain_program
 from helpers.releases import released_at_once
 from helpers.streams import TOO_EARLY, stream_on
@@ -103,28 +102,6 @@ def test_backward_on_other_streams_than_forward_equals_the_plain_program(
         )
         assert_same_gradients([gradient.cpu() for gradient in found], expected)
         del optimizer
-
-
-@pytest.mark.parametrize("balanced", [False, True])
-def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets, balanced):
-    inputs, targets = class_batch(7)
-    _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
-    with simulate(3):
-        model = DataParallelModel(WithoutItsLastBucket())
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        optimizer = balanced_or_plain(model, torch.optim.SGD, balanced, lr=0.0)
-        for _ in range(2):
-            loss = criterion(model(inputs), targets)
-            for index in range(3):
-                torch.accelerator.synchronize(index)
-            with on_other_streams([stream_on(index) for index in range(3)]):
-                loss.backward()
-                optimizer.step()
-                read = gradients(model.module.net, optimizer=optimizer)
-                assert_same_gradients(read, expected)
-                optimizer.zero_grad()
-                for index in range(3):
-                    torch.accelerator.synchronize(index)
 
 
 def current_streams():

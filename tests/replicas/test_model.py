@@ -1,8 +1,5 @@
 """``DataParallelModel``: outputs, arguments, devices, errors, copies."""
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
 from helpers.problems import build_net
@@ -12,17 +9,6 @@ from torch import nn
 from balanced_parallel import DataParallelModel, parallelize, simulate
 
 CPUS = ["cpu"] * 3
-
-
-class Recorder(nn.Module):
-    """Notes what each replica was called with, and returns it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, *inputs, **kwargs):
-        return {"inputs": inputs, "kwargs": kwargs}
 
 
 def test_model_is_a_data_parallel_with_its_state_dict():
@@ -43,40 +29,6 @@ def test_one_output_per_replica_that_had_rows(rows):
     assert [len(output) for output in outputs] == [
         size for size in (-(-(rows - i) // 3) for i in range(3)) if size > 0
     ] or [0]
-
-
-def test_keyword_arguments_are_split_and_scalars_are_not():
-    outputs = DataParallelModel(Recorder(), CPUS)(
-        mask=torch.arange(4), scale=torch.tensor(2.0), names=list("abcd"), flag=True
-    )
-    assert [output["kwargs"]["mask"].tolist() for output in outputs] == [
-        [0, 1],
-        [2],
-        [3],
-    ]  # torch: missing argument, pytorch#16432
-    assert [output["kwargs"]["names"] for output in outputs] == [["a", "b"], ["c"], ["d"]]
-    assert all(
-        output["kwargs"]["scale"] == 2 and output["kwargs"]["flag"] is True for output in outputs
-    )
-
-
-def test_arguments_without_rows_run_one_replica():
-    assert len(DataParallelModel(Recorder(), CPUS)()) == 1
-    assert len(DataParallelModel(Recorder(), CPUS)(torch.tensor(1.0), 3, flag=None)) == 1
-
-
-def test_dataclasses_are_split():
-    @dataclasses.dataclass
-    class Batch:
-        x: torch.Tensor
-        extra: Any = None
-
-    outputs = DataParallelModel(Recorder(), CPUS)(Batch(torch.arange(6)))
-    assert [output["inputs"][0].x.tolist() for output in outputs] == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-    ]  # torch: each has all six
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from helpers.problems import assert_equal, build_net
 from helpers.updates import (
     ROWS,
     SIMULATED,
-    Unrecorded,
     assert_same_on_devices,
     random_batches,
     values_of,
@@ -116,20 +115,6 @@ def test_a_balanced_optimizer_does_not_lose_a_write(shard):
 
 
 @pytest.mark.usefixtures("double")
-def test_a_hook_of_a_balanced_optimizer_writes_to_a_frozen_weight():
-    with simulate(3):
-        net = build_net()
-        x = torch.randn(ROWS, 4)
-        net[0].requires_grad_(False)
-        model = recorded(net)
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-        optimizer.shards.inner.register_step_post_hook(lambda *_: net[0].weight.mul_(0.5))
-        mse()(model(x), torch.randn(ROWS, 5)).backward()
-        optimizer.step()
-        assert_close(gather(model(x)), net(x.to("sim:0")))
-
-
-@pytest.mark.usefixtures("double")
 def test_a_balanced_optimizer_that_fails_leaves_the_copies_right():
     class Fails(torch.optim.SGD):
         fails = False
@@ -149,50 +134,6 @@ def test_a_balanced_optimizer_that_fails_leaves_the_copies_right():
         with pytest.raises(RuntimeError, match="in the middle"):
             optimizer.step()
         assert_close(gather(model(x)), net(x.to("sim:0")))
-
-
-@pytest.mark.usefixtures("double", "buckets")
-@pytest.mark.parametrize("is_balanced", [False, True])
-def test_an_update_that_runs_again_after_an_out_of_memory(is_balanced):
-    def trained(devices, fails):
-        net = build_net().to(devices[0])
-        model = DataParallelModel(net, devices)
-        optimizer = balanced_or_plain(model, torch.optim.Adam, is_balanced, lr=0.05)
-        step = TrainStep(model, mse(), optimizer, micro_batch_size="auto")
-        for number, (x, y) in enumerate(random_batches(6)):
-            if number == 2 and fails:
-                handle = net.register_forward_hook(out_of_memory)
-                step(x, y)
-                handle.remove()
-                assert step.micro_batch_size == 1
-            else:
-                step(x, y)
-        return values_of(net)
-
-    def out_of_memory(module, inputs, output):
-        if len(output) > 1:
-            raise torch.OutOfMemoryError("too many rows")
-
-    expected = trained(["cpu"], fails=False)
-    with simulate(3):
-        assert_equal(trained(SIMULATED, fails=True), expected)
-
-
-@pytest.mark.usefixtures("double")
-def test_two_models_share_a_parameter_that_each_of_them_trains():
-    def trained(devices):
-        net = build_net().to(devices[0])
-        other = nn.Sequential(net[0], nn.Tanh()).to(devices[0])
-        models = [DataParallelModel(each, devices) for each in (net, other)]
-        optimizers = [Unrecorded(net.parameters(), 0.1), Unrecorded(other.parameters(), 0.05)]
-        for x, y in random_batches(8):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                (gather(model(x)) - y.sum().to(devices[0])).square().mean().backward()
-                optimizer.step()
-        return values_of(net)
-
-    assert_same_on_devices(trained)
 
 
 def through_busiest(moved):

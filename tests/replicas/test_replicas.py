@@ -13,12 +13,11 @@ import weakref
 
 import pytest
 import torch
-from helpers.optimizers import assert_same, balanced_or_plain, sgd
-from helpers.problems import BODIES, build_net
+from helpers.optimizers import balanced_or_plain, sgd
+from helpers.problems import build_net
 from helpers.releases import released_at_once
 from helpers.replicas import assert_follows, outputs_of, settled, write_unseen
 from helpers.slow import slow
-from helpers.traffic import NAMES, devices_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -168,43 +167,6 @@ def test_copies_and_pickles_of_the_model_have_no_replicas():
     assert len(pickle.dumps(model)) < size * 1.1
 
 
-def record_devices(net, seen):
-    """Appends the devices of inputs, parameters and outputs of each module to ``seen``."""
-
-    def note(module, args, result):
-        results = result if isinstance(result, tuple) else (result,)
-        for tensor in (*args, *results, *module._parameters.values(), *module._buffers.values()):
-            if isinstance(tensor, torch.Tensor):
-                seen.append((str(args[0].device), str(tensor.device)))
-
-    for module in net.modules():
-        module.register_forward_hook(note)
-    return net
-
-
-LAYERS = BODIES | {"batch norm": lambda: nn.Sequential(build_net(), nn.BatchNorm1d(5))}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_tensors_of_layers_are_on_the_device_of_their_replica(name):
-    seen = []
-    with simulate(3):
-        net = record_devices(LAYERS[name](), seen).to("sim:0")
-        model = DataParallelModel(net)
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        outputs = model(torch.randn(7, 4))
-        assert devices_of(outputs) == NAMES
-        assert {one for one, _ in seen} == set(NAMES)
-        assert all(one == other for one, other in seen)
-        loss = criterion(outputs, torch.randint(5, (7,)))
-        loss.backward()
-        gradients = [each.grad for each in net.parameters() if each.grad is not None]
-        assert {*devices_of([loss, *gradients])} == {"sim:0"}
-        places = [None, "sim:2", "cpu"]
-        found = [gather(outputs, place) for place in places]
-        assert devices_of(found) == ["sim:0", "sim:2", "cpu"]
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_first_device_has_a_row_and_writes_the_buffers(rows):
     with simulate(2):
@@ -214,23 +176,6 @@ def test_the_first_device_has_a_row_and_writes_the_buffers(rows):
         assert not torch.equal(model.module.running_mean.cpu(), torch.zeros(4))
     assert outputs.sizes == (1, rows - 1)[: len(outputs)]
     assert len(outputs) == min(rows, 2)
-
-
-def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
-    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    x = torch.randn(6, 4)
-    net[1].register_forward_pre_hook(lambda layer, args: args[0].to(layer.weight.dtype))
-    plain = copy.deepcopy(net)
-    with simulate(2):
-        model = DataParallelModel(net)
-        for number in range(3):
-            for each, output in ((plain, plain(x)), (net, model(x).gather())):
-                optimizer = sgd(each)
-                optimizer.zero_grad()
-                output.pow(2).mean().backward()
-                optimizer.step()
-                each[1].to([torch.float32, torch.float64, torch.float64][number])
-        assert_same(net, plain, tolerance=1e-5)
 
 
 class Moved:

@@ -1,7 +1,6 @@
 """Compiled modules as replicas: the results of the plain program, a bounded number of graphs, and what is refused."""
 
 import contextlib
-import itertools
 import os
 import warnings
 from unittest import mock
@@ -14,7 +13,7 @@ from helpers import caches, unequal
 from helpers.compiled import ROWS, Graphs, Net, assert_same_run, batches, build, plain_run
 from helpers.optimizers import sgd
 from helpers.problems import assert_equal
-from helpers.slow import slow, slow_but
+from helpers.slow import slow
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
@@ -79,8 +78,6 @@ def train(model, net, rows=ROWS, **settings):
     [
         ("torch.compile(module)", 2, True),
         slow("module.compile()", None, True),
-        slow("torch.compile(module)", None, True),
-        slow("module.compile()", 2, True),
         slow("model.compile()", 2, True),
         slow("forward", 2, True),
         slow("a submodule", 2, True),
@@ -198,7 +195,7 @@ def as_in_a_step(model):
 
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    slow_but([*itertools.product(caches.KINDS, caches.ROWS)], (caches.Rotary, (1, 7))),
+    [(caches.Rotary, (1, 7)), slow(caches.Pairs, (7, 1, 7)), slow(caches.Learned, (7, 7, 7))],
 )
 def test_tensors_in_plain_attributes_are_on_the_device_of_their_replica(kind, rows):
     caches.check_caches(kind, rows, lambda net: net.compile(backend="eager"), as_in_a_step)

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers.problems import assert_equal, assert_same_gradients, class_batch, gradients
+from helpers.problems import assert_equal
 from helpers.slow import pairs
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, simulate
+from balanced_parallel import DataParallelModel, simulate
 from balanced_parallel.savings import inference
 
 
@@ -43,33 +42,6 @@ def test_modes_are_put_back_after_an_error_too():
     assert evaluate().is_inference()
     assert evaluate().is_inference()
     assert net.training
-
-
-def test_evaluation_between_steps_leaves_training_as_it_is(double):
-    """Replicas are made in the evaluation, and trained afterwards."""
-    inputs, targets = class_batch(7, 2)
-    plain = make_net().requires_grad_()
-    plain[2].p = 0.0
-    loss = F.cross_entropy(plain(inputs), targets)
-    loss.backward()
-    with simulate(3) as cluster:
-        net = make_net()
-        net[2].p = 0.0
-        model = DataParallelModel(net)
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        for _ in range(2):
-            with inference(model, criterion):
-                outputs = model(inputs)
-                assert all(output.is_inference() for output in outputs)
-                assert_equal(gather(outputs, "cpu"), plain.eval()(inputs))
-                assert not criterion(outputs, targets).requires_grad
-            model.zero_grad()
-            found = criterion(model(inputs), targets)
-            found.backward()
-            assert_equal(found.cpu(), loss)
-            assert_same_gradients(gradients(net), gradients(plain))
-        assert [module.training for module in net.modules()] == [True, True, False, True, True]
-        assert max(cluster.live) > 0
 
 
 def test_activations_are_not_kept():

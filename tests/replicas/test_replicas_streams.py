@@ -13,18 +13,15 @@ import threading
 
 import pytest
 import torch
-from helpers.optimizers import balanced_or_plain
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import pairs, slow_but
 from helpers.updates import SIMULATED
 from torch import nn
-from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
-    TrainStep,
     convert_sync_batchnorm,
     gather,
     simulate,
@@ -152,50 +149,6 @@ class NormOnItsOwnStream(OnItsOwnStreams):
 @pytest.mark.parametrize("devices", [LAYOUTS[0], LAYOUTS[3]], ids=str)
 def test_moments_are_read_after_the_stream_that_computes_them(double, devices):
     check(NormOnItsOwnStream, devices, convert=convert_sync_batchnorm)
-
-
-@pytest.mark.parametrize(
-    ("devices", "balanced", "micro_batch_size"),
-    pairs(LAYOUTS[:3], [False, True], [None, 2], fast=3),
-)
-def test_training_on_other_streams_equals_the_plain_program(
-    double, small_buckets, devices, balanced, micro_batch_size
-):
-    inputs, targets = batches()
-    plain = build_net()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for x, target in zip(inputs, targets, strict=True):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(plain(x), target).backward()
-        optimizer.step()
-    with simulate(3), own_streams():
-        model = DataParallelModel(build_net(), devices)
-        optimizer = balanced_or_plain(model, torch.optim.AdamW, balanced)
-        step = TrainStep(
-            model,
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-            optimizer,
-            micro_batch_size=micro_batch_size,
-        )
-        for x, target in zip(inputs, targets, strict=True):
-            step(written_on("sim:2", x), written_on("sim:0", target))
-        assert_close(
-            [one.cpu() for one in model.parameters()],
-            list(plain.parameters()),
-            rtol=1e-9,
-            atol=1e-10,
-        )
-
-
-def test_chained_models_on_other_streams_equal_the_plain_program(double):
-    inputs, _ = batches()
-    expected = [build_net(4)(x) for x in inputs]
-    with simulate(3), own_streams():
-        first = DataParallelModel(build_net(4))
-        second = DataParallelModel(nn.Identity(), ["sim:2", "sim:0", "sim:1"])
-        for x, result in zip(inputs, expected, strict=True):
-            found = gather(second(first(written_on("sim:1", x))), "sim:1")
-            assert_close(found.cpu(), result)
 
 
 CONCURRENT = [*itertools.product([SIMULATED, ["cpu", "sim:0", "sim:1"]], [False, True])]

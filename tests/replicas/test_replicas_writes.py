@@ -5,14 +5,11 @@ import io
 
 import pytest
 import torch
-from helpers.optimizers import sgd
 from helpers.problems import assert_equal, build_net
 from helpers.slow import pairs
 from helpers.updates import (
-    ROWS,
     Head,
     Unrecorded,
-    assert_same_on_devices,
     random_batches,
     values_of,
 )
@@ -117,120 +114,6 @@ def test_parameters_keep_their_class_and_serialization():
     file = io.BytesIO()
     torch.save(net, file)
     assert b"balanced_parallel" not in file.getvalue()
-
-
-def mse(outputs, targets):
-    return DataParallelCriterion(nn.MSELoss())(outputs, targets)
-
-
-def average_swapped_for_evaluation(devices):
-    net = build_net().to(devices[0])
-    average = build_net().to(devices[0])
-    model = DataParallelModel(net, devices)
-    optimizer = torch.optim.Adam(net.parameters(), 0.05)
-    seen = []
-    for number, (x, y) in enumerate(random_batches(30)):
-        # The second exchange is the way back.
-        for _ in range(2 if number % 7 == 6 else 0):
-            for mine, theirs in zip(net.parameters(), average.parameters(), strict=True):
-                mine.data, theirs.data = theirs.data, mine.data
-            with torch.no_grad():
-                seen.append(gather(model(x)).cpu())
-        optimizer.zero_grad()
-        mse(model(x), y).backward()
-        optimizer.step()
-        for mine, theirs in zip(net.parameters(), average.parameters(), strict=True):
-            theirs.data.mul_(0.8).add_(mine.data, alpha=0.2)
-    return [*seen, *values_of(net, average)]
-
-
-def clamped_critic(devices):
-    critic = build_net(1).to(devices[0])
-    generator = build_net(4).to(devices[0])
-    critic_of = DataParallelModel(critic, devices)
-    generate = DataParallelModel(generator, devices)
-    for_critic, for_generator = (
-        torch.optim.RMSprop(net.parameters(), 0.03) for net in (critic, generator)
-    )
-    for number, (x, _) in enumerate(random_batches(25)):
-        critic.requires_grad_(True)
-        # The generator's turn has used the critic since it was trained.
-        for parameter in critic.parameters():
-            parameter.data.clamp_(-0.1, 0.1)
-        for_critic.zero_grad()
-        fake = gather(generate(x.flip(1))).detach()
-        (gather(critic_of(fake)).mean() - gather(critic_of(x)).mean()).backward()
-        for_critic.step()
-        if number % 3 == 0:
-            critic.requires_grad_(False)
-            for_generator.zero_grad()
-            (-gather(critic_of(gather(generate(x)))).mean()).backward()
-            for_generator.step()
-    return values_of(critic, generator)
-
-
-def write_between_two_forwards(devices):
-    net = build_net().to(devices[0])
-    model = DataParallelModel(net, devices)
-    optimizer = sgd(net)
-    for x, y in random_batches(12):
-        optimizer.zero_grad()
-        first = mse(model(x), y)
-        for parameter in net.parameters():
-            parameter.data.mul_(0.9)
-        second = mse(model(x + 1), y)
-        # The backward takes the values there are by then, as that of torch does.
-        (first + second).backward()
-        optimizer.step()
-    return values_of(net)
-
-
-def views_kept_over_steps(devices):
-    net = build_net().to(devices[0])
-    model = DataParallelModel(net, devices)
-    optimizer = sgd(net)
-    model(torch.randn(ROWS, 4))
-    views = [parameter.data.view(-1) for parameter in net.parameters()]
-    for x, y in random_batches(12):
-        optimizer.zero_grad()
-        mse(model(x), y).backward()
-        optimizer.step()
-        model(x)
-        for view in views:
-            view.mul_(0.9)
-    return values_of(net)
-
-
-def clamped_criterion(devices):
-    net = build_net().to(devices[0])
-    torch.manual_seed(2)
-    head = Head().to(devices[0])
-    model = DataParallelModel(net, devices)
-    criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
-    optimizer = sgd(net, head)
-    for x, y in random_batches(12):
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-        criterion(model(x), y)
-        head.weight.data.clamp_(-0.2, 0.2)
-    return values_of(net, head)
-
-
-LOOPS = [
-    average_swapped_for_evaluation,
-    clamped_critic,
-    write_between_two_forwards,
-    views_kept_over_steps,
-    clamped_criterion,
-]
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_writes_through_data_equal_the_plain_program(loop):
-    """Without a warning: there is nothing to be warned of."""
-    assert_same_on_devices(loop)
 
 
 class Momentum(nn.Module):

@@ -14,11 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from balanced_parallel import (
-    DataParallelCriterion,
     DataParallelModel,
     convert_sync_batchnorm,
     gather,
@@ -105,21 +103,6 @@ def test_saved_tensors_of_replicas_are_offloaded(double, devices):
         for device in set(devices) - {"cpu"}:
             index = int(device[-1])
             assert offloaded[index] < 0.2 * kept[index]
-
-
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
-def test_a_model_inside_of_activation_checkpointing(double, devices):
-    x = torch.randn(9, 4)
-    plain = build_net()
-    plain(x).square().sum().backward()
-    with simulate(3):
-        model = DataParallelModel(build_net(), devices)
-        criterion = DataParallelCriterion(nn.MSELoss(reduction="sum"))
-        for _ in range(5):
-            model.zero_grad()
-            outputs = checkpoint(lambda rows: model(rows).gather(), x, use_reentrant=False)
-            criterion([outputs], torch.zeros(9, 5)).backward()
-            assert_same_gradients(gradients(model), gradients(plain))
 
 
 def test_context_variables_reach_the_replicas():

@@ -61,51 +61,6 @@ def bits_of(step, *values):
 # Values
 
 
-def test_small_gradients_beside_large_ones_have_the_precision_of_their_group():
-    """Rows differ by a factor of 2^60, and so do the units of their groups."""
-    scales = torch.tensor([2.0**-60, 1.0, 2.0**60]).repeat_interleave(2)
-    inputs = torch.linspace(1, 2, 24).view(6, 4) * scales[:, None]
-    found = []
-    for order in (slice(0, 2), slice(2, 4), slice(4, 6), slice(0, 6)):
-        net = nn.Linear(4, 1, bias=False)
-        step = make_step(net, nn.MSELoss(reduction="sum"), lr=0.0, **BITS)
-        with torch.no_grad():
-            net.weight.zero_()
-        step(inputs[order], torch.ones(6, 1)[order])
-        found.append(net.weight.grad)
-    assert_close(found[0], -2 * inputs[:2].sum(0)[None], rtol=1e-6, atol=0)
-    assert_close(found[3], found[2], rtol=1e-6, atol=0)
-
-
-def check_unused(rank, ranks=1, devices=1):
-    module = build_net()
-    inputs, labels = batch()
-    module[1].never = nn.Linear(3, 3)
-    before = module[1].never.weight.detach().clone()
-    model, criterion = parallelize(module, nn.CrossEntropyLoss(), ["cpu"] * devices)
-    step = TrainStep(
-        model, criterion, torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5), **BITS
-    )
-    rows = rows_of(rank, ranks)
-    step(inputs[rows], labels[rows])
-    assert module[1].never.weight.grad is None
-    assert torch.equal(module[1].never.weight, before)
-    assert len(step.optimizer.state) == 4
-
-
-def test_an_unused_parameter_has_no_gradient_and_stays():
-    check_unused(0, devices=3)
-    run_ranks(2, check_unused, 2)
-
-
-def test_outputs_are_those_of_each_group():
-    step = make_step(build_net(), devices=3, lr=0.0, **BITS)
-    inputs, labels = batch()
-    _, outputs = step(inputs, labels, return_outputs=True)
-    assert [len(output) for output in outputs] == [2, 2, 2, 2, 2, 1]
-    assert_close(torch.cat(list(outputs)), step.model.module(inputs), rtol=1e-5, atol=1e-6)
-
-
 class Counted(nn.Module):
     """Counts its forwards."""
 
@@ -156,32 +111,6 @@ def test_means_inside_take_two_forwards_once_and_have_the_same_bits_when_resumed
     # An update of one group has the same passes.
     expected, _ = train_with_means(0, rows=SIZE)
     assert train_with_means(0, resumed=True, rows=SIZE)[0] == expected
-
-
-def two_counts(output, labels, values):
-    return F.cross_entropy(output, labels) + (output - values)[labels > 1].square().mean()
-
-
-def train_with_two_counts(rank, ranks=1, devices=1):
-    """Returns the losses of the step and of the plain program, and digests."""
-    torch.manual_seed(0)
-    module = build_net()
-    inputs, labels = batch()
-    values = torch.sin(7 * inputs[:, :1]).expand(-1, 5)
-    plain = two_counts(module(inputs), labels, values).item()
-    rows = rows_of(rank, ranks)
-    model, criterion = parallelize(module, two_counts, ["cpu"] * devices)
-    step = TrainStep(model, criterion, sgd(module), **BITS)
-    loss = step(inputs[rows], (labels[rows], values[rows]))
-    return loss.item(), plain, bits_of(step, loss)
-
-
-def test_means_over_several_counts_are_exact_and_have_the_same_bits():
-    loss, plain, bits = train_with_two_counts(0)
-    assert loss == pytest.approx(plain, rel=1e-5)
-    assert train_with_two_counts(0, devices=3)[2] == bits
-    for _, _, found in run_ranks(2, train_with_two_counts, 2):
-        assert found == bits
 
 
 def test_parts_of_a_parameter_have_the_same_bits_in_any_layout(monkeypatch):
@@ -350,42 +279,6 @@ def test_values_that_are_not_finite_have_the_same_bits_everywhere(value, place):
     assert run_not_finite(0, 1, value, 3, place) == expected
     for ranks in (2, 3):
         assert run_ranks(ranks, run_not_finite, ranks, value, 1, place) == [expected] * ranks
-
-
-@pytest.mark.parametrize("limit", [0.001, 1e9])
-def test_updates_above_a_norm_are_skipped_alike(limit):
-    found = []
-    for devices in (1, 3):
-        step = make_step(build_net(), devices=devices, skip_above=limit, **BITS)
-        found.append(bits_of(step, step(*batch()), step.grad_norm, step(*batch())))
-    assert found[0] == found[1]
-    assert torch.equal(step.model.module[0].weight, build_net()[0].weight) == (limit < 1)
-
-
-def test_a_scaler_skips_an_overflow_alike():
-    found = []
-    for count in (1, 2, 3):
-        with simulate(3):
-            net = build_net()
-            model = DataParallelModel(net, [f"sim:{index}" for index in range(count)])
-            optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-            step = TrainStep(
-                model,
-                DataParallelCriterion(nn.CrossEntropyLoss()),
-                optimizer,
-                precision="fp16",
-                max_grad_norm=1.0,
-                **BITS,
-            )
-            inputs, labels = batch()
-            values = []
-            scales = []
-            for factor in (1.0, 1e6, 1.0):  # the second one overflows
-                values += [step(inputs * factor, labels), step.grad_norm]
-                scales.append(step.precision.scaler.get_scale())
-            found.append([digest(each) for each in (*values, *net.parameters())] + scales)
-    assert found[0] == found[1] == found[2]
-    assert scales[1] < scales[0]
 
 
 # State

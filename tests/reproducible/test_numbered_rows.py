@@ -148,38 +148,6 @@ def test_layouts_draw_the_numbers_of_one_device(name, expected):
         assert_equal(train(add=settings.pop("add", None), step=make_step(**settings)), expected)
 
 
-class DrawsOnTheHost(nn.Module):
-    """Draws on the host and on the device, in the middle of what runs again in the backward."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 8)
-        self.second = nn.Linear(8, 5)
-
-    def forward(self, x):
-        def part(x):
-            x = F.dropout(self.first(x), 0.4)
-            return F.dropout(
-                self.second(x * torch.rand(len(x), 1, dtype=x.dtype).to(x.device)).tanh(), 0.4
-            )
-
-        return torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
-
-
-def test_a_draw_on_the_host_that_runs_again_in_the_backward_of_a_device_is_the_same():
-    def gradients(devices):
-        net = DrawsOnTheHost().double()
-        step = make_step_of(net, devices=devices, lr=0.0, reproducible=True)
-        torch.manual_seed(5)
-        step(torch.ones(ROWS, 6, dtype=torch.float64), batch()[1])
-        return [parameter.grad.cpu() for parameter in net.parameters()]
-
-    expected = gradients(["cpu"])
-    with simulate(2):
-        assert_close(gradients(["sim:0", "sim:1"]), expected)
-
-
 def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers(expected):
     seen = []  # five small forwards, two updates
     with simulate(2) as cluster:
@@ -376,17 +344,6 @@ def test_kernels_are_those_of_torch_again_after_an_update_and_after_a_failure():
     assert_equal(train(again), train(make_step()))
 
 
-def test_modules_in_evaluation_and_in_training_are_two_kinds():
-    step = make_step()
-    other = make_step(3)
-    for each in (step, other):
-        torch.manual_seed(2)
-        each(*batch())
-        each.model.eval()
-        each.last = each(*batch())
-    assert_close(step.last, other.last)
-
-
 class LayerDrop(nn.Module):
     def __init__(self, draws):
         super().__init__()
@@ -426,14 +383,6 @@ def test_draws_that_follow_the_data_are_refused(draws, devices, message):
     step = make_step_of(LayerDrop(draws), devices=devices, reproducible=True)
     with pytest.raises((ValueError, NotImplementedError), match=message):
         step(five_rows(), torch.zeros(5, dtype=torch.long))
-
-
-def test_modules_in_evaluation_are_another_kind_where_others_stay_in_training():
-    net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 5), nn.Dropout())
-    step = make_step_of(net, reproducible=True)
-    step(five_rows(), torch.zeros(5, dtype=torch.long))
-    net[1].eval()
-    step(five_rows(), torch.zeros(5, dtype=torch.long))
 
 
 def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
@@ -535,17 +484,6 @@ class TwoMeans(nn.Module):
             name: mean * scale
             for (name, mean), scale in zip(means.items(), self.scales, strict=True)
         }
-
-
-def test_several_means_with_weights_are_those_of_one_device():
-    weight = {"class": lambda labels: (labels > 0).sum(), "size": len}
-    losses = []
-    for devices in (1, 3):
-        torch.manual_seed(3)
-        criterion = DataParallelCriterion(TwoMeans(), weight=weight)
-        settings = {"devices": devices, "micro_batch_size": 2, "reproducible": True}
-        losses.append(make_step_of(Net().double(), criterion, **settings)(*batch()))
-    assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("reproducible", [False, True, "bits"])

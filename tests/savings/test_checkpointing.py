@@ -15,10 +15,10 @@ import types
 
 import pytest
 import torch
-from helpers.memory_problems import LanguageModel, conv_net, perceptron, tokens
+from helpers.memory_problems import LanguageModel, tokens
 from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.releases import released_at_once
-from helpers.savings import WIDTH, Block, assert_unchanged
+from helpers.savings import assert_unchanged
 from helpers.slow import pairs, slow
 from torch import nn
 from torch.testing import assert_close
@@ -31,7 +31,6 @@ from transformers import (
 )
 
 from balanced_parallel import DataParallelModel, savings, simulate
-from balanced_parallel.replicas.module_tree import find_blocks
 from balanced_parallel.savings.checkpointing import Checkpointed, run_checkpointed
 
 
@@ -145,15 +144,6 @@ def test_copies_pickles_and_hooks_of_checkpointed_modules():
     assert type(copy.deepcopy(net)) is nn.Sequential
 
 
-def test_no_graph_is_made_without_gradients():
-    net = Block()
-    savings.checkpoint_activations(net, blocks="")
-    with torch.no_grad():
-        assert not net(torch.ones(3, WIDTH), scale=1.0).requires_grad
-    with torch.inference_mode():
-        assert net(torch.ones(3, WIDTH), scale=1.0).is_inference()
-
-
 @pytest.mark.parametrize("blocks", [slow(""), "auto"])
 def test_compiled_blocks(double, blocks):
     torch.manual_seed(0)
@@ -192,21 +182,6 @@ REFUSED = [
 def test_refused_calls(call, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         call()
-
-
-def test_checkpointed_blocks_have_equal_gradients_and_state_dict():
-    assert find_blocks(LanguageModel()) == ("layers.0", "layers.1", "layers.2")
-    assert find_blocks(perceptron()) == ("0", "1", "2", "3")
-    assert find_blocks(conv_net()) == ()
-    nets = [LanguageModel(), LanguageModel()]
-    for _ in range(2):  # once is enough
-        savings.checkpoint_activations(nets[1])
-    assert isinstance(nets[1].layers[0], Checkpointed)
-    assert isinstance(nets[1].layers[0], nn.TransformerEncoderLayer)
-    for net in nets:
-        net(tokens(2)).sum().backward()
-    assert all(map(torch.equal, gradients(nets[0]), gradients(nets[1])))
-    assert nets[0].state_dict().keys() == nets[1].state_dict().keys()
 
 
 class Later(nn.Module):

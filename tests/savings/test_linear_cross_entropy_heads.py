@@ -1,6 +1,5 @@
 """Language models of transformers whose logits do not exist in training."""
 
-import contextlib
 import copy
 import inspect
 import os
@@ -8,9 +7,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.optimizers import sgd
 from helpers.problems import assert_equal, assert_same_gradients, gradients
-from helpers.ranks import on_ranks
 from helpers.slow import slow
 from torch.testing import assert_close
 
@@ -18,9 +15,6 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
-    parallelize,
-    savings,
-    simulate,
 )
 from balanced_parallel.savings import replace_lm_head
 
@@ -149,63 +143,6 @@ def own_loss():
         lambda output, labels: output.loss,
         weight=lambda output, labels: (labels[:, 1:] != -100).sum(),
     )
-
-
-@pytest.mark.parametrize("micro_batch_size", [None, 1])
-def test_training_on_simulated_devices_equals_the_plain_model(micro_batch_size):
-    model = gpt2()
-    tokens, labels = batch()
-    loss, expected = expected_of(model, tokens, labels)
-    replace_lm_head(model)
-    with simulate(2) as cluster:
-        optimizer = sgd(model, lr=0.0)
-        step = TrainStep(
-            DataParallelModel(model, cluster.devices),
-            own_loss(),
-            optimizer,
-            micro_batch_size=micro_batch_size,
-        )
-        found = step({"input_ids": tokens, "labels": labels}, labels).cpu()
-        model.cpu()
-        assert_equal(found, loss)
-        assert_same_gradients(gradients(model), expected)
-
-
-@pytest.mark.parametrize("name", ["gpt2, tied", slow("llama")])
-@on_ranks(2)
-def test_ranks_equal_the_plain_model(rank, name):
-    model = MODELS[name]()
-    tokens, labels = batch()
-    loss, expected = expected_of(model, tokens, labels)
-    replace_lm_head(model)
-    parallel, criterion = parallelize(model, own_loss().module, weight=own_loss().weight)
-    mine = slice(0, 3) if rank == 0 else slice(3, 5)
-    found = criterion(parallel(tokens[mine], labels=labels[mine]), labels[mine])
-    found.backward()
-    assert_equal(found, loss)
-    assert_same_gradients(gradients(model), expected)
-
-
-@pytest.mark.parametrize(
-    "changes", [["checkpoint", "replace"], ["replace", "checkpoint"], ["replace"]], ids=" and ".join
-)
-def test_other_savings_apply_too(changes):
-    model = llama()
-    tokens, labels = batch()
-    loss, expected = expected_of(model, tokens, labels)
-    for change in changes:
-        {"checkpoint": savings.checkpoint_activations, "replace": replace_lm_head}[change](model)
-    with (
-        contextlib.nullcontext()
-        if "checkpoint" in changes
-        else savings.offload_activations(min_bytes=1)
-    ):
-        outputs = DataParallelModel(model, ["cpu"] * 2)(tokens, labels=labels)
-        assert [output.logits for output in outputs] == [None, None]
-        found = own_loss()(outputs, labels)
-        found.backward()
-    assert_equal(found, loss)
-    assert_same_gradients(gradients(model), expected)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from helpers.ddp import WAYS, Chosen, assert_update, make_update
+from helpers.ddp import WAYS, Chosen, make_update
 from helpers.optimizers import sgd
 from helpers.problems import (
-    CLASSES,
     Calls,
     assert_equal,
     assert_same_gradients,
@@ -75,29 +74,6 @@ def test_loss_is_on_its_way_to_the_host_before_the_last_backward(rank):
     finally:
         ranks.start_copy = start_copy
     assert events == ["backward", "start", "backward", "wait"]
-
-
-def test_parameter_captured_by_the_criterion_gets_an_exact_gradient():
-    """The criterion is a function that learns a parameter of its own, which no reducer knows. One device: nothing to reduce."""
-    inputs = torch.randn(7, 4)
-    targets = torch.rand(7, 5)
-    net = build_net()
-    scale = nn.Parameter(torch.tensor(2.0))
-
-    def criterion(output, target):
-        return (output * scale - target).pow(2).mean()
-
-    _, expected = plain_program(net, criterion, inputs, targets)
-    expected = [*expected, scale.grad]
-    scale.grad = None
-    model, parallel = parallelize(
-        net, criterion, ["cpu"], weight=lambda output, target: len(target)
-    )
-    step = TrainStep(
-        model, parallel, torch.optim.SGD([*net.parameters(), scale], lr=0.0), micro_batch_size=3
-    )
-    step(inputs, targets)
-    assert_same_gradients([*gradients(net), scale.grad], expected)
 
 
 class Ungraded(torch.autograd.Function):
@@ -247,33 +223,3 @@ def check_chosen(rank):
 def test_unused_parameters_may_differ_between_ranks_and_steps(monkeypatch, debug):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", debug)
     run_ranks(2, check_chosen, fresh=debug == "INFO")
-
-
-@on_ranks(2)
-def test_second_loss_may_use_parameters_that_the_criterion_does_not_use(rank):
-    """A loss of the user's own beside the criterion's, over parameters that the criterion's leaves out, as it does others."""
-    torch.manual_seed(1)
-    inputs = torch.randn(6, 4)
-    targets = class_targets(6)
-    model, criterion = parallelize(Chosen(), nn.CrossEntropyLoss())
-    for _ in range(3):
-        model.zero_grad()
-        loss = criterion(model(inputs), targets) + model.module.branches[1].weight.sum()
-        loss.backward()
-        assert model.module.first.weight.grad.any()
-        assert_close(model.module.branches[1].weight.grad, torch.ones(CLASSES, CLASSES))
-
-
-@on_ranks(2)
-def test_layers_may_be_frozen_and_unfrozen(rank):
-    torch.manual_seed(1)
-    batch = torch.randn(6, 4), class_targets(6)
-    for way in WAYS:
-        plain = Chosen()
-        model, update = make_update(way, Chosen(), nn.CrossEntropyLoss())
-        for frozen in (False, True, True, False):
-            for net in (plain, model.module):
-                net.first.requires_grad_(not frozen)
-            expected = plain_program(plain, nn.CrossEntropyLoss(), *batch)
-            assert_update(update, model.module, batch, [2, 4], rank, expected)
-            assert [p.requires_grad for p in model.module.first.parameters()] == [not frozen] * 2

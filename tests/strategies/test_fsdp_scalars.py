@@ -91,21 +91,6 @@ def test_clipped_updates_are_those_of_the_plain_program(rank, cut):
     plain(clip=0.01).assert_same(model.module)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@on_ranks(2)
-def test_gradients_of_several_backwards_by_hand_are_added_up_once(rank, cut):
-    model, criterion = shard(rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    inputs, targets = rows_of(rank, cut)
-    for _ in range(3):
-        optimizer.zero_grad()
-        for _ in range(3):
-            criterion(model(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-    plain(times=3, clip=0.01).assert_same(model.module)
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("kind", slow_but(["elements", "parameters"], "parameters"))
 @on_ranks(2)

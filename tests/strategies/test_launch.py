@@ -264,8 +264,6 @@ if case == "batch norm":
 model, criterion = parallelize(net, nn.MSELoss())
 step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
 step(torch.randn(2, 4), torch.randn(2, 3))
-if fails and case == "backward":
-    net.register_forward_hook(fail)
 if fails and case == "batch norm":  # in the backward, where the other rank waits in the layer
     net.register_forward_hook(lambda module, arguments, output: output.register_hook(fail) and None)
 if fails and case == "pending":
@@ -278,10 +276,7 @@ step(torch.randn(2, 4), torch.randn(2, 3))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "how"),
-    [("backward", "raise"), ("batch norm", "raise"), ("pending", "raise"), ("pending", "sys.exit")],
-)
+@pytest.mark.parametrize(("case", "how"), [("batch norm", "raise"), ("pending", "sys.exit")])
 def test_a_rank_that_fails_ends_the_job_within_ten_seconds(tmp_path, case, how):
     script = tmp_path / "script.py"
     moment = tmp_path / "moment"

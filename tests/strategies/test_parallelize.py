@@ -12,15 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ddp import Chosen
-from helpers.fsdp import whole_gradients
 from helpers.problems import (
     assert_same_gradients,
     build_net,
     class_batch,
-    class_targets,
     gradients,
-    plain_program,
 )
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
@@ -31,7 +27,6 @@ from balanced_parallel import (
     DataParallelModel,
     gather,
     parallelize,
-    weighted_mean,
 )
 from balanced_parallel.strategies import parallelize as strategy
 from balanced_parallel.strategies.ddp import DistributedModel
@@ -98,35 +93,6 @@ def test_parallelize_without_a_criterion_returns_the_model():
     assert len(model(torch.randn(5, 4))) == 2
     settings = DataParallelCriterion(nn.MSELoss(), minimum=1)
     assert parallelize(build_net(), settings, ["cpu"])[1] is settings
-
-
-LOSSES = {
-    "of the model's own": lambda outputs, wanted: weighted_mean(
-        [F.cross_entropy(outputs[0], wanted)], [len(wanted)]
-    ),
-    "of all outputs": lambda outputs, wanted: F.cross_entropy(gather(outputs), gather([wanted])),
-    "by hand": lambda outputs, wanted: F.cross_entropy(outputs[0], wanted, reduction="sum") * 2 / 6,
-}
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@on_ranks(2)
-def test_gradients_of_custom_losses_are_reduced(rank, strategy):
-    """Gradients of inputs are those of all rows too, but with a loss by hand."""
-    torch.manual_seed(1)
-    inputs = torch.randn(6, 4, dtype=torch.float64).requires_grad_()
-    targets = class_targets(6)
-    mine = slice(0, 2) if rank == 0 else slice(2, None)
-    _, expected = plain_program(Chosen(), nn.CrossEntropyLoss(), inputs, targets)
-    for name, loss_of in LOSSES.items():
-        model, _ = parallelize(Chosen(), nn.CrossEntropyLoss(), strategy=strategy)
-        for _ in range(3):
-            model.zero_grad()
-            part = inputs[mine].detach().requires_grad_()
-            loss_of(model(part), targets[mine]).backward()
-            assert_same_gradients(whole_gradients(model.module), expected)
-            if name != "by hand":
-                assert_close(part.grad, inputs.grad[mine])
 
 
 @on_ranks(2)

@@ -208,7 +208,6 @@ TABLE = [
     ("ddp", "known", False, 1, ValueError),
     slow("ddp", "known", "bits", 1, ValueError),
     ("fsdp", "known", False, 1, ValueError),
-    slow("ddp", "own", False, 0, ValueError),
     slow("ddp", "several", True, 1, torch.OutOfMemoryError),
     slow("fsdp", "own", False, 1, ValueError),
 ]

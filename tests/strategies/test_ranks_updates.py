@@ -7,89 +7,23 @@ import torch
 from helpers.fsdp import whole, whole_gradients
 from helpers.optimizers import sgd
 from helpers.problems import (
-    assert_equal,
-    assert_same_gradients,
     build_net,
     class_targets,
-    gradients,
 )
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
 from helpers.steps import parallel_step
 from torch import nn
-from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelModel,
     TrainStep,
-    convert_sync_batchnorm,
     parallelize,
     simulate,
 )
 from balanced_parallel.runtime.collectives import gather_objects
 
 STRATEGIES = ["ddp", "fsdp"]
-
-
-class Partly(nn.Module):
-    """One layer is never used, one only where a rank has enough rows, and a buffer counts the forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
-        self.never = nn.Linear(2, 2)
-        self.sometimes = nn.Linear(5, 5)
-        self.register_buffer("forwards", torch.zeros(()))
-
-    def forward(self, inputs):
-        self.forwards += 1
-        outputs = self.net(inputs)
-        return outputs + self.sometimes(outputs) if len(inputs) > 2 else outputs
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
-def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program(rank, strategy):
-    """Windows of different lengths on each rank, three in a row: one rank has no rows at all in the second."""
-    torch.set_default_dtype(torch.float64)
-    # Each window has the rows of the micro-batches of each rank.
-    windows = [[[3, 1], [4]], [[], [2, 2, 3]], [[1], [1, 1]]]
-    plain = Partly()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
-    model, criterion = parallelize(Partly(), nn.CrossEntropyLoss(), strategy=strategy)
-    step = TrainStep(
-        model,
-        criterion,
-        torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5),
-        max_grad_norm=0.3,
-    )
-    for number, window in enumerate(windows):
-        sizes = [size for mine in window for size in mine]
-        torch.manual_seed(number)
-        inputs = torch.randn(sum(sizes), 4)
-        targets = class_targets(sum(sizes), ignored=1)
-        optimizer.zero_grad()
-        total = sum(
-            nn.functional.cross_entropy(plain(some), labels, reduction="sum")
-            for some, labels in zip(inputs.split(sizes), targets.split(sizes), strict=True)
-        )
-        loss = total / (targets != -100).sum()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-        assert norm > 0.3
-        optimizer.step()
-
-        start = sum(len(mine) for mine in window[:rank])
-        forwards = model.module.forwards.item()
-        for piece in range(start, start + len(window[rank])):
-            step.add(inputs.split(sizes)[piece], targets.split(sizes)[piece])
-        assert_equal(step.apply(), loss)
-        assert_close(step.grad_norm, norm, rtol=1e-10, atol=0.0)
-        assert model.module.forwards.item() == forwards + 1  # once per update, on all ranks
-        assert_same_gradients(whole_gradients(model.module), gradients(plain))
-        assert model.module.never.weight.grad is None
-        for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
-            assert_close(whole(one), other, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -129,30 +63,6 @@ def test_gradient_scaler_is_equal_on_all_ranks(rank, strategy):
     assert not torch.equal(before[0], after[0])
     first, second = gather_objects([scaler.get_scale(), after[0].sum().item()])
     assert first == second
-
-
-def build_with_batch_norm():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5)).double()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
-def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank, strategy):
-    plain = build_with_batch_norm()
-    net = convert_sync_batchnorm(build_with_batch_norm())
-    step = parallel_step(net, strategy=strategy, lr=0.0, micro_batch_size=2)
-    torch.manual_seed(1)
-    inputs = torch.randn(4, 4, dtype=torch.float64)
-    targets = torch.tensor([0, 1, 2, 3])
-    mine = slice(0, 4) if rank == 0 else slice(0, 0)
-    for _ in range(3):  # gradients are in the buckets of the reducer from the second one on
-        step(inputs[mine], targets[mine])
-        plain.zero_grad()
-        for rows in (slice(0, 2), slice(2, 4)):
-            (nn.functional.cross_entropy(plain(inputs[rows]), targets[rows]) / 2).backward()
-        assert_same_gradients(whole_gradients(net), gradients(plain))
-        assert_close(net[1].running_mean, plain[1].running_mean)
 
 
 @on_ranks(2)

@@ -8,24 +8,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.coupled import (
-    KINDS,
     assert_same_update,
     coupled_problem,
     gradients_of,
     plain_update,
-    rank_update,
-    split_update,
 )
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
-from helpers.slow import slow, slow_but
+from helpers.slow import slow
 from helpers.steps import make_step, parallel_step, run
 from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import (
     AdditiveLoss,
-    ByCost,
     DataParallelCriterion,
     DiceLoss,
     TrainStep,
@@ -33,55 +29,6 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("devices", "micro_batch_size", "adds"),
-    [(1, None, None), (3, None, None), (1, 3, None), (3, 1, None), (2, 2, [4, 0, 6, 1])],
-)
-def test_replicas_and_micro_batches_give_the_update_of_the_plain_program(
-    kind, devices, micro_batch_size, adds
-):
-    assert_same_update(
-        split_update(kind, ["cpu"] * devices, micro_batch_size, adds), plain_update(kind)
-    )
-
-
-RANKS = [
-    ("ddp", [4, 4, 3], None, "at once"),
-    ("ddp", [7, 0, 4], 2, "at once"),
-    ("ddp", [7, 1, 3], None, "by hand"),
-    ("ddp", [7, 0, 4], 2, "added"),
-    ("fsdp", [6, 5], None, "at once"),
-    ("fsdp", [11, 0], 4, "at once"),
-    ("fsdp", [11, 0], 2, "added"),
-]
-WAYS = [(kind, *way) for kind in ("pairs", "correlation") for way in RANKS]
-
-
-@pytest.mark.parametrize(
-    ("kind", "strategy", "sizes", "micro_batch_size", "way"),
-    slow_but(WAYS, *WAYS[:4], *WAYS[8:11], WAYS[12]),
-)
-def test_ranks_give_the_update_of_the_plain_program(kind, strategy, sizes, micro_batch_size, way):
-    for found in run_ranks(len(sizes), rank_update, kind, sizes, micro_batch_size, strategy, way):
-        assert_same_update(found, plain_update(kind))
-
-
-@pytest.mark.parametrize("kind", ["pairs", "correlation"])
-def test_rows_that_are_cut_by_cost_keep_their_targets(kind):
-    module, criterion, inputs, targets = coupled_problem(kind)
-    cut = ByCost(
-        lambda sample: float(1 + sample[1]),
-        collate=lambda samples: (
-            torch.stack([row for row, _ in samples]),
-            torch.tensor([label for _, label in samples]),
-        ),
-    )
-    step = make_step(module, criterion, lr=0.0, micro_batch_size=2, cut=cut)
-    loss = step(list(zip(inputs, targets.tolist(), strict=True)))
-    assert_same_update((loss, gradients_of(module, criterion)), plain_update(kind))
 
 
 class Noisy(nn.Module):

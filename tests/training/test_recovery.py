@@ -20,7 +20,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import TrainStep, convert_sync_batchnorm, parallelize, simulate
-from balanced_parallel.runtime.collectives import gather_objects
 
 ROWS = 11
 
@@ -293,21 +292,6 @@ def test_rank_without_rows_follows_the_others(rank):
             assert run.step.micro_batch_size == 4
             found.append(run.result())
     assert all(map(torch.equal, *found))
-
-
-@on_ranks(2)
-def test_capacity_of_one_rank_decides_for_all(rank):
-    losses = []
-    for memory in (None, ["100MiB", "24MiB"]):
-        with simulate(2, memory=memory):
-            step = Run(rank=rank, build=wide).step
-            torch.manual_seed(0)
-            inputs, targets = class_batch(1000, ignored=10)
-            losses.append(torch.stack([step(inputs, targets) for _ in range(3)]).cpu())
-            size = step.micro_batch_size
-    assert_close(*losses)
-    first, second = gather_objects(size)
-    assert first == second < 1000
 
 
 @on_ranks(2)

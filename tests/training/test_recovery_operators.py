@@ -86,10 +86,9 @@ def count_operators(case, failed):
 CASES = [
     (("fp16", 1), 23),
     (("fp32", 2, True), 31),
-    slow(("fp16", 1), 5),
-    slow(("fp16", 2, True, True), 11),
-    slow(("fp32", 1, False, False, True), 11),
-    slow(("bf16", 2, False, True, True), 13),
+    slow(("fp16", 2, True, True), 29),
+    slow(("fp32", 1, False, False, True), 23),
+    slow(("bf16", 2, False, True, True), 37),
 ]
 
 

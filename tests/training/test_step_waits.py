@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import warnings
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from helpers.problems import (
     build_net,
     class_targets,
 )
-from helpers.slow import pairs, slow_but
+from helpers.slow import slow_but
 from helpers.steps import make_step as make_step_of
-from helpers.updates import values_of
 from torch import nn
 
 from balanced_parallel import (
@@ -143,49 +141,6 @@ def test_half_precision_without_autocast_waits_nowhere(place, weights):
             for _ in range(3):
                 loss = step(inputs, targets)
         assert loss.isfinite()
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "precision"),
-    pairs(["cross entropy", "class weights", "a weight"], ["host", "device"], ["fp32", "fp16"]),
-)
-def test_a_batch_without_counted_targets_still_changes_nothing(place, name, precision):
-    with simulate(3) as cluster:
-        net = build_net()
-        step = make_step(net, CRITERIA[name](), precision=precision, micro_batch_size=2)
-        inputs, targets = batch(place)
-        step(inputs, targets)
-        ignored = torch.full((ROWS,), -100).pin_memory().to(targets.device)
-        before = values_of(net)
-        state = str(step.optimizer.state_dict())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            reads = name == "a weight" and place == "device"
-            with contextlib.nullcontext() if reads else cluster.forbidding_waits():
-                loss = step(inputs, ignored)
-        assert ["nothing is updated" in str(warning.message) for warning in caught] == [True]
-        assert loss.isnan()
-        assert all(map(torch.equal, before, values_of(net)))
-        assert str(step.optimizer.state_dict()) == state
-        assert step(inputs, targets).isfinite()
-
-
-@pytest.mark.parametrize("name", ["cross entropy", "class weights"])
-@pytest.mark.parametrize("rows", [[11], [1, 3, 7]])
-def test_float16_divides_by_the_same_numbers_wherever_targets_are(name, rows):
-    """The divisor of the gradients so far is a power of two, computed on the host or on the device."""
-    found = {}
-    for place in ("host", "device"):
-        with simulate(2):
-            net = build_net()
-            step = make_step(net, CRITERIA[name](), precision="fp16", micro_batch_size=1)
-            torch.manual_seed(0)
-            inputs, targets = batch(place)
-            losses = []
-            for _ in range(3):
-                losses.append(update(step, inputs, targets, rows).cpu())
-            found[place] = [*losses, *(parameter.detach().cpu() for parameter in net.parameters())]
-    torch.testing.assert_close(found["host"], found["device"], rtol=1e-6, atol=1e-7)
 
 
 def test_a_criterion_waits_nowhere():

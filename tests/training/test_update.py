@@ -135,18 +135,6 @@ def test_overflow_in_one_optimizer_skips_all_optimizers(ranks):
     run(ranks, check_overflow)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_overflow_skips_fused_optimizers(fused):
-    net = build_net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
-    step = make_step(net, nn.MSELoss(), optimizer, precision="fp16")
-    step(torch.randn(4, 4), torch.rand(4, 5))
-    before = values_of(net)
-    step(torch.randn(4, 4), torch.full((4, 5), torch.inf))
-    assert all(map(torch.equal, net.parameters(), before))
-    assert [int(state["step"]) for state in optimizer.state.values()] == [1] * 4
-
-
 def test_parameter_in_two_optimizers_raises_an_error():
     net = build_net()
     both = [sgd(net), sgd(net[2])]
@@ -202,30 +190,6 @@ def test_schedulers_of_schedulers_are_those_of_their_optimizer():
     make_step(net, optimizer=optimizer, scheduler=[sequence, ChainedScheduler(parts)])
     balanced = BalancedOptimizer(DataParallelModel(net, CPUS), torch.optim.Adam, lr=0.1)
     make_step(net, optimizer=balanced, scheduler=ConstantLR(balanced))
-
-
-class Prompted(nn.Sequential):
-    """A buffer that learns, which no optimizer has."""
-
-    def __init__(self):
-        super().__init__(build_net())
-        self.register_buffer("prompt", torch.ones(4).requires_grad_())
-
-    def forward(self, x):
-        return super().forward(x * self.prompt)
-
-
-def test_gradient_of_a_buffer_equals_the_plain_program(double):
-    module = Prompted()
-    x, target = class_batch(11, 3)
-    F.cross_entropy(module(x), target).backward()
-    expected = module.prompt.grad.clone()
-    module.prompt.grad = None
-    optimizer = sgd(module, lr=0.0)
-    step = make_step(module, nn.CrossEntropyLoss(torch.ones(5)), optimizer, micro_batch_size=2)
-    for _ in range(2):
-        step(x, target)
-        assert_close(module.prompt.grad, expected)
 
 
 class Embedding(nn.Module):

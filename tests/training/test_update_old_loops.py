@@ -92,34 +92,6 @@ def test_a_kept_step_of_the_optimizer_updates_nothing(layout, kind, kept):
         assert all(map(torch.equal, result, expected))
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loop_by_hand_may_use_the_optimizer_of_a_step(layout, set_to_none):
-    with simulate(3):
-        use_the_optimizer_by_hand(LAYOUTS[layout], set_to_none)
-
-
-def use_the_optimizer_by_hand(devices, set_to_none):
-    net, optimizer, step = build(devices)
-    other = TrainStep(step.model, step.criterion, optimizer)
-    x, y = batch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(x, y)
-        other(x, y)
-        plain = copy.deepcopy(net).cpu()
-        gradients = torch.autograd.grad(
-            nn.functional.cross_entropy(plain(x), y), list(plain.parameters())
-        )
-        optimizer.zero_grad(set_to_none=set_to_none)
-        step.criterion(step.model(x), y).backward()
-        optimizer.step()
-    for parameter, before, gradient in zip(
-        net.parameters(), plain.parameters(), gradients, strict=True
-    ):
-        assert_close(parameter.cpu(), before - 0.1 * gradient)
-
-
 CHANGES = {
     "a graph and optimizer.step()": lambda net, optimizer, step: log_and_step(net, optimizer),
     "zero_grad()": lambda net, optimizer, step: optimizer.zero_grad(),

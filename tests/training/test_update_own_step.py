@@ -14,7 +14,6 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     DiceLoss,
-    Precision,
     parallelize,
 )
 from balanced_parallel.training.passes import TwoPasses, begin_update
@@ -93,34 +92,11 @@ def update(forwards, *batches, last=None):
     return reduced
 
 
-@pytest.mark.parametrize("name", [*CRITERIA])
-def test_batches_that_are_added(name):
-    net, forwards = make_forwards(CRITERIA[name])
-    inputs, targets = draw(12)
-    reduced = update(forwards, (inputs[:5], targets[:5]), (inputs[5:], targets[5:]))
-    loss = CRITERIA[name](net(inputs), targets)
-    assert_close(reduced.loss, loss.detach())
-    expected = torch.autograd.grad(loss, net.weight)[0]
-    assert_close(net.weight.grad, expected)
-
-
 def test_the_result_of_an_update_saves_a_pass():
     _, forwards = make_forwards(CRITERIA["one count"], limit=2)
     assert isinstance(begin_update(forwards), TwoPasses)
     reduced = update(forwards, draw(12))
     assert isinstance(begin_update(forwards, reduced), Accumulation)
-
-
-def test_another_reduction_is_followed():
-    criterion = nn.CrossEntropyLoss()
-    net, forwards = make_forwards(criterion)
-    inputs, targets = draw(12)
-    reduced = update(forwards, (inputs, targets))
-    criterion.reduction = "sum"
-    net.zero_grad()
-    reduced = update(forwards, (inputs, targets), last=reduced)
-    expected = F.cross_entropy(net(inputs), targets, reduction="sum")
-    assert_close(reduced.loss, expected.detach())
 
 
 def test_an_error_drops_the_gradients():
@@ -140,22 +116,3 @@ def test_no_counted_target_leaves_no_gradient():
     reduced = update(forwards, (torch.randn(3, 4), torch.full((3,), -100)))
     assert reduced.loss.isnan()
     assert net.weight.grad is None
-
-
-def test_float16_has_a_scaler_which_the_step_of_the_user_unscales():
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    net, forwards = make_forwards(nn.CrossEntropyLoss(), precision=Precision("fp16", scaler))
-    optimizer = sgd(net, lr=0.0)
-    inputs, targets = draw(12)
-    update(forwards, (inputs, targets))
-    scaler.unscale_(optimizer)
-    expected = torch.autograd.grad(F.cross_entropy(net(inputs), targets), net.weight)[0]
-    assert_close(net.weight.grad, expected, rtol=2e-2, atol=2e-3)
-
-
-def test_another_model_is_refused():
-    net = nn.Linear(4, 3)
-    model = DataParallelModel(net, ["cpu"] * 2, gather_outputs=True)
-    forwards = Forwards(model, DataParallelCriterion(nn.CrossEntropyLoss()))
-    with pytest.raises(TypeError, match="gather_outputs=True"):
-        begin_update(forwards)
