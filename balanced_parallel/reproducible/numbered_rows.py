@@ -51,6 +51,7 @@ class NumberedRows:
         self._group = arithmetic.group(limit)
         self._work: Work | None = None
         self._update: UpdateRandom | None = None
+        self._is_awaited = False  # Other ranks wait for the draws of this one.
         # The state of the CPU's generator before the seed of the update.
         self._state_before = torch.get_rng_state()
 
@@ -98,7 +99,8 @@ class NumberedRows:
                 self._forwards.run([surround(shard, draws)], compute, outputs)
                 return outputs[0][0]
 
-            self._arithmetic.find_draws(kind, batch, update, run_shard)
+            self._is_awaited = True
+            self._arithmetic.find_draws(kind, batch, update, run_shard, self._have_parts)
         draws = self._arithmetic.draws.get(kind, [])
         self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
 
@@ -140,9 +142,18 @@ class NumberedRows:
         torch.set_rng_state(self._state_before)
         if self._update is not None:
             self._update.end()
+            if self._is_awaited:
+                collectives.tell_failure(error)
+                error = collectives.ElsewhereFailure()
             return self._opened().discard(error)
         collectives.tell_failure(error)
         return False
+
+    def _have_parts(self, has_parts: bool) -> bool:
+        """Returns True if an operator draws for several parts of a row, on any rank."""
+        answers = collectives.gather_objects(has_parts)
+        self._is_awaited = False
+        return any(answers)
 
     def _check_groups(self, counts: Sequence[int]) -> None:
         """Raises ``ValueError`` if rows of several ranks or batches would be in one group."""
@@ -194,10 +205,17 @@ class ArithmeticByRow(Arithmetic):
         ]
         return tuple([module.training for module in self._modules]), *types
 
-    def find_draws(self, kind: Hashable, batch: Batch, update: UpdateRandom, run: RunShard) -> None:
+    def find_draws(
+        self,
+        kind: Hashable,
+        batch: Batch,
+        update: UpdateRandom,
+        run: RunShard,
+        have_parts: Callable[[bool], bool],
+    ) -> None:
         """Runs two and three rows, and puts back what they change.
 
-        A rank without rows runs none, as often.
+        A rank without rows runs none, as often. ``have_parts`` asks all ranks.
 
         Raises:
             ValueError: parts of rows are in another order than the rows.
@@ -212,7 +230,12 @@ class ArithmeticByRow(Arithmetic):
                 for count in (2, 3):
                     run(batch.shard(rows[:count], device))
                 draws = find_draws(*update.forwards[-2:]) if batch.rows else []
-                self._check_parts(batch, rows, draws, run)
+                has_parts = any(dim is not None and shape[dim] > 2 for _, shape, dim in draws)
+                if have_parts(has_parts):
+                    parts = [rows[:2], rows[:1], rows[1:2]]
+                    outputs = [run(batch.shard(part, device), draws) for part in parts]
+                    if has_parts and not any(map(_meets_rows, self._modules)):
+                        _compare(*outputs)
         except torch.OutOfMemoryError as error:
             error.add_note(
                 "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
@@ -223,19 +246,6 @@ class ArithmeticByRow(Arithmetic):
             before.restore()
         if batch.rows:
             self.draws[kind] = draws
-
-    def _check_parts(self, batch: Batch, rows: list[int], draws: list[Draw], run: RunShard) -> None:
-        """Compares two rows with each alone, if an operator draws for several parts of a row.
-
-        All ranks call this.
-        """
-        has_parts = any(dim is not None and shape[dim] > 2 for _, shape, dim in draws)
-        if any(collectives.gather_objects(has_parts)):
-            device = self.model.devices[0]
-            parts = [rows[:2], rows[:1], rows[1:2]]
-            outputs = [run(batch.shard(part, device), draws) for part in parts]
-            if has_parts and not any(map(_meets_rows, self._modules)):
-                _compare(*outputs)
 
 
 def _meets_rows(module: nn.Module) -> bool:

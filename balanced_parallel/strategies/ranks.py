@@ -110,6 +110,12 @@ class RankModel(ParallelModel):
                     f"the parameter {name} came after parallelize, or was frozen there, so that the ranks would not share its "
                     "gradient, expected parallelize again, of the module as it is now"
                 )
+        for parameter, dtype in zip(self.record.parameters, self.record.dtypes, strict=False):
+            if parameter.dtype != dtype:
+                raise ValueError(
+                    f"a parameter has {parameter.dtype}, and had {dtype} when parallelize was called, whose buckets add up its "
+                    "gradients, expected model.to(dtype) before parallelize"
+                )
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
         if torch.is_grad_enabled():
@@ -295,6 +301,7 @@ class GradientRecord:
 
     def __init__(self, parameters: list[Tensor], group: collectives.Group = None) -> None:
         self.parameters = parameters
+        self.dtypes = [parameter.dtype for parameter in parameters]  # of the reducer's buckets
         self.group = group
         self.used: set[int] = set()  # Numbers of parameters.
         # By hand, ranks agree on unused parameters after each backward; in TrainStep, after
@@ -348,6 +355,7 @@ class RankUpdate(UpdateSync):
 
     def __init__(self, model: RankModel, record: GradientRecord) -> None:
         self._model = model
+        model.has_rows = False  # One before may have failed.
         self._record = record
         self._device = model.devices[0]
         self._ranks = collectives.world_size(record.group)
