@@ -525,6 +525,7 @@ class ShardedGradients(GradientRecord):
                 else:
                     self._scalars.append(number)
                 self.parameters.append(parameter)
+                self.dtypes[id(parameter)] = parameter.dtype
         self._units.append(slots)
         self._root = unit
 

@@ -101,20 +101,14 @@ class RankModel(ParallelModel):
 
     def refuse_unshared(self) -> None:
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
-        shared = {*map(id, self.record.parameters)}
         for name, parameter in self.module.named_parameters():
-            is_late = parameter.requires_grad and id(parameter) not in shared
+            dtype = self.record.dtypes.get(id(parameter))
+            is_late = parameter.requires_grad and dtype != parameter.dtype
             # FSDP2 puts gathered parameters in the place of shards.
             if is_late and not torch_private.is_gathered(parameter, self.units):
                 raise ValueError(
-                    f"the parameter {name} came after parallelize, or was frozen there, so that the ranks would not share its "
-                    "gradient, expected parallelize again, of the module as it is now"
-                )
-        for parameter, dtype in zip(self.record.parameters, self.record.dtypes, strict=False):
-            if parameter.dtype != dtype:
-                raise ValueError(
-                    f"a parameter has {parameter.dtype}, and had {dtype} when parallelize was called, whose buckets add up its "
-                    "gradients, expected model.to(dtype) before parallelize"
+                    f"the parameter {name} came after parallelize, was frozen there, or had another dtype, so that the ranks "
+                    "would not share its gradient, expected parallelize again, of the module as it is now"
                 )
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
@@ -213,6 +207,10 @@ class RankModel(ParallelModel):
                 tensors += map(self.module.get_parameter, gather_objects([*self.written])[source])
             group = collectives.batch_group() or dist.group.WORLD
             torch_private.broadcast(tensors, source, group)
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """Begins an update, without rows."""
         self.has_rows = self.has_advanced = False
 
     def share_state(self, criterion: object) -> None:
@@ -301,7 +299,7 @@ class GradientRecord:
 
     def __init__(self, parameters: list[Tensor], group: collectives.Group = None) -> None:
         self.parameters = parameters
-        self.dtypes = [parameter.dtype for parameter in parameters]  # of the reducer's buckets
+        self.dtypes = {id(parameter): parameter.dtype for parameter in parameters}
         self.group = group
         self.used: set[int] = set()  # Numbers of parameters.
         # By hand, ranks agree on unused parameters after each backward; in TrainStep, after
@@ -355,7 +353,7 @@ class RankUpdate(UpdateSync):
 
     def __init__(self, model: RankModel, record: GradientRecord) -> None:
         self._model = model
-        model.has_rows = False  # One before may have failed.
+        model.forget_rows()  # An update before may have failed.
         self._record = record
         self._device = model.devices[0]
         self._ranks = collectives.world_size(record.group)
