@@ -145,12 +145,12 @@ class ShardLoss(NamedTuple):
         return loss
 
     def nothing(self) -> Tensor:
-        """Returns a zero that is connected to the output and to the criterion's parameters.
+        """Returns a zero that is connected to all arguments and to the criterion's parameters.
 
         Without rows, a criterion that sums over all rows is called, since others wait for it.
         """
         is_awaited = self.collectives.sums_rows and not self.rows
-        results = [self.output, self.call()] if is_awaited else [self.output]
+        results = [self.output, self.targets, self.kwargs, self.call() if is_awaited else None]
         tensors = [
             *filter(is_differentiable, containers.tensors_in(results)),
             *parameters_in(self.criterion),

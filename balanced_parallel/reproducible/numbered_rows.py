@@ -46,11 +46,13 @@ class NumberedRows:
     ) -> None:
         self._arithmetic = arithmetic
         self._forwards = forwards
+        self._device = forwards.model.devices[0]
         self._kind = kind
         self._open_work = open_work
         self._group = arithmetic.group(limit)
         self._work: Work | None = None
         self._update: UpdateRandom | None = None
+        self._is_awaited = True  # Other ranks ask for what this one knows of the rows.
         # The state of the CPU's generator before the seed of the update.
         self._state_before = torch.get_rng_state()
 
@@ -61,12 +63,13 @@ class NumberedRows:
         kind = self._arithmetic.batch_kind(batch)
         is_known = not rows or kind in self._arithmetic.draws
         if self._update is None:
-            self._update, is_known = self._begin(rows, is_known=is_known)
+            self._update = self._begin(rows, is_known=is_known)
         elif collectives.world_size() > 1:
             raise ValueError(
                 "reproducible=True with several add() calls on several ranks: pass the effective batch to step(...)"
             )
         else:
+            self._is_awaited = not is_known
             self._check_groups([self._update.rows, rows])
         update = self._update
         first = update.number(rows)
@@ -84,7 +87,7 @@ class NumberedRows:
                 context=Forward(update, numbers, shard.device, draws, equal_shapes).drawing
             )
 
-        if not is_known:
+        if self._is_awaited:
             # The criterion may draw random numbers, too.
             loss = self._kind.of_batch(batch.counted_targets, is_whole=run.is_whole)
 
@@ -98,39 +101,33 @@ class NumberedRows:
                 self._forwards.run([surround(shard, draws)], compute, outputs)
                 return outputs[0][0]
 
-            before = self._forwards.snapshot()
-            try:
-                self._arithmetic.find_draws(kind, batch, update, run_shard)
-            finally:
-                before.restore()
+            self._find_draws(kind, batch, update, run_shard)
         draws = self._arithmetic.draws.get(kind, [])
         self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
 
-    def _begin(self, rows: int | None, *, is_known: bool) -> tuple[UpdateRandom, bool]:
+    def _begin(self, rows: int | None, *, is_known: bool) -> UpdateRandom:
         """Begins an update with the rows of the first batch of each rank. All ranks call this.
-
-        Returns its random numbers, and True if the draws of all ranks are known.
 
         Raises:
             ValueError: a rank has no batch, and others have.
         """
         seed = int(torch.empty((), dtype=torch.int64).random_())
         everyone = collectives.gather_objects((seed, rows, is_known))
-        counts = [count for _, count, _ in everyone if count is not None]
-        if 0 < len(counts) < len(everyone):
-            without = [rank for rank, (_, count, _) in enumerate(everyone) if count is None]
+        seeds, numbers, are_known = zip(*everyone, strict=True)
+        counts = [count for count in numbers if count is not None]
+        if 0 < len(counts) < len(numbers):
             raise ValueError(
-                f"reproducible=True, and nothing was added on rank {without[0]}, expected a batch on each rank, which may "
-                "have no rows: step.add(inputs[:0], targets[:0])"
+                f"reproducible=True, and nothing was added on rank {numbers.index(None)}, expected a batch on each rank, which "
+                "may have no rows: step.add(inputs[:0], targets[:0])"
             )
         self._check_groups(counts)
-        update = UpdateRandom(everyone[0][0], sum(counts[: collectives.rank()]))
-        return update, all(is_known for _, _, is_known in everyone)
+        self._is_awaited = not all(are_known)
+        return UpdateRandom(seeds[0], sum(counts[: collectives.rank()]))
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients."""
         if self._update is None and collectives.world_size() > 1:
-            self._update, _ = self._begin(None, is_known=True)
+            self._update = self._begin(None, is_known=True)
         reduced = self._opened().finish(settings)
         if self._update is not None:
             self._update.end()
@@ -142,11 +139,63 @@ class NumberedRows:
         The CPU's generator is where it was before the update, for a repetition.
         """
         torch.set_rng_state(self._state_before)
-        if self._update is not None:
-            self._update.end()
-            return self._opened().discard(error)
-        collectives.tell_failure(error)
-        return False
+        if self._is_awaited:
+            collectives.tell_failure(error)
+            error = collectives.ElsewhereFailure()
+        if self._update is None:
+            return False
+        self._update.end()
+        return self._opened().discard(error)
+
+    def _find_draws(
+        self, kind: Hashable, batch: Batch, update: UpdateRandom, run: RunShard
+    ) -> None:
+        """Runs two and three rows, and puts back what they change.
+
+        A rank without rows runs none, as often.
+
+        Raises:
+            ValueError: parts of rows are in another order than the rows.
+        """
+        # One row is repeated where rows have lengths of their own.
+        distinct = 1 if batch.pads else batch.rows or 0
+        rows = [row % distinct for row in range(3)] if batch.rows else []
+        before = self._forwards.snapshot()
+        try:
+            with torch.no_grad():
+                for count in (2, 3):
+                    run(batch.shard(rows[:count], self._device))
+                draws = find_draws(*update.forwards[-2:]) if batch.rows else []
+                self._check_parts(batch, rows, draws, run)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
+                "first device, also with micro_batch_size='auto': pass smaller rows, or leave reproducible=True out"
+            )
+            raise
+        finally:
+            before.restore()
+        if batch.rows:
+            self._arithmetic.draws[kind] = draws
+
+    def _check_parts(self, batch: Batch, rows: list[int], draws: list[Draw], run: RunShard) -> None:
+        """Compares two rows with each alone, if an operator draws for several parts of a row.
+
+        All ranks call this.
+        """
+        has_parts = any(dim is not None and shape[dim] > 2 for _, shape, dim in draws)
+        have_parts = collectives.gather_objects(has_parts)
+        self._is_awaited = False
+        if any(have_parts):
+            parts = [rows[:2], rows[:1], rows[1:2]]
+            outputs = [run(batch.shard(part, self._device), draws) for part in parts]
+            # Outputs of batch norm depend on all rows.
+            meets_rows = any(
+                isinstance(module, torch_private.BatchNorm) and module.training
+                for module in self._forwards.model.modules()
+            )
+            if has_parts and not meets_rows:
+                _compare(*outputs)
 
     def _check_groups(self, counts: Sequence[int]) -> None:
         """Raises ``ValueError`` if rows of several ranks or batches would be in one group."""
@@ -197,51 +246,6 @@ class ArithmeticByRow(Arithmetic):
             (place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)
         ]
         return tuple([module.training for module in self._modules]), *types
-
-    def find_draws(self, kind: Hashable, batch: Batch, update: UpdateRandom, run: RunShard) -> None:
-        """Runs two and three rows.
-
-        A rank without rows runs none, as often.
-
-        Raises:
-            ValueError: parts of rows are in another order than the rows.
-        """
-        device = self.model.devices[0]
-        # One row is repeated where rows have lengths of their own.
-        distinct = 1 if batch.pads else batch.rows or 0
-        rows = [row % distinct for row in range(3)] if batch.rows else []
-        try:
-            with torch.no_grad():
-                for count in (2, 3):
-                    run(batch.shard(rows[:count], device))
-                draws = find_draws(*update.forwards[-2:]) if batch.rows else []
-                self._check_parts(batch, rows, draws, run)
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
-                "first device, also with micro_batch_size='auto': pass smaller rows, or leave reproducible=True out"
-            )
-            raise
-        if batch.rows:
-            self.draws[kind] = draws
-
-    def _check_parts(self, batch: Batch, rows: list[int], draws: list[Draw], run: RunShard) -> None:
-        """Compares two rows with each alone, if an operator draws for several parts of a row.
-
-        All ranks call this.
-        """
-        has_parts = any(dim is not None and shape[dim] > 2 for _, shape, dim in draws)
-        if any(collectives.gather_objects(has_parts)):
-            device = self.model.devices[0]
-            parts = [rows[:2], rows[:1], rows[1:2]]
-            outputs = [run(batch.shard(part, device), draws) for part in parts]
-            if has_parts and not any(map(_meets_rows, self._modules)):
-                _compare(*outputs)
-
-
-def _meets_rows(module: nn.Module) -> bool:
-    """Returns True for batch norm in training, whose outputs depend on all rows."""
-    return isinstance(module, torch_private.BatchNorm) and module.training
 
 
 def _compare(whole: object, *rows: object) -> None:

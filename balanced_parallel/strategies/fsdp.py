@@ -513,7 +513,7 @@ class ShardedGradients(GradientRecord):
         """
         slots = []
         for path, parameter in unit.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self.ids:
+            if parameter.requires_grad and id(parameter) not in self.dtypes:
                 parent, _, name = path.rpartition(".")
                 number = len(self.parameters)
                 if parameter.dim():
@@ -524,7 +524,7 @@ class ShardedGradients(GradientRecord):
                 else:
                     self._scalars.append(number)
                 self.parameters.append(parameter)
-                self.ids.add(id(parameter))
+                self.dtypes[id(parameter)] = parameter.dtype
         self._units.append(slots)
         self._root = unit
 

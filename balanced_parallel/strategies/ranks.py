@@ -103,12 +103,13 @@ class RankModel(ParallelModel):
     def refuse_unshared(self) -> None:
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
         for name, parameter in self.module.named_parameters():
-            is_late = parameter.requires_grad and id(parameter) not in self.record.ids
+            dtype = self.record.dtypes.get(id(parameter))
+            is_late = parameter.requires_grad and dtype != parameter.dtype
             # FSDP2 puts gathered parameters in the place of shards.
             if is_late and not torch_private.is_gathered(parameter, self.units):
                 raise ValueError(
-                    f"the parameter {name} came after parallelize, or was frozen there, so that the ranks would not share its "
-                    "gradient, expected parallelize again, of the module as it is now"
+                    f"the parameter {name} came after parallelize, was frozen there, or had another dtype, so that the ranks "
+                    "would not share its gradient, expected parallelize again, of the module as it is now"
                 )
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
@@ -207,6 +208,10 @@ class RankModel(ParallelModel):
                 tensors += map(self.module.get_parameter, gather_objects([*self.written])[source])
             group = collectives.batch_group() or dist.group.WORLD
             torch_private.broadcast(tensors, source, group)
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """Begins an update, without rows."""
         self.has_rows = self.has_advanced = False
 
     def share_state(self, criterion: object) -> None:
@@ -295,7 +300,7 @@ class GradientRecord:
 
     def __init__(self, parameters: list[Tensor], group: collectives.Group = None) -> None:
         self.parameters = parameters
-        self.ids = {*map(id, parameters)}
+        self.dtypes = {id(parameter): parameter.dtype for parameter in parameters}
         self.group = group
         self.used: set[int] = set()  # Numbers of parameters.
         # By hand, ranks agree on unused parameters after each backward; in TrainStep, after
@@ -322,7 +327,7 @@ class GradientRecord:
         if before == self._backward:
             return False
         for other in _records - {self}:
-            if other._backward == self._backward and self.ids & other.ids:
+            if other._backward == self._backward and self.dtypes.keys() & other.dtypes.keys():
                 raise ValueError(
                     "two models that parallelize returned share a parameter, and one backward reaches both, which would reduce "
                     "its gradient twice, expected one model of both modules, in an nn.ModuleDict, or a backward for each model"
@@ -348,6 +353,7 @@ class RankUpdate(UpdateSync):
 
     def __init__(self, model: RankModel, record: GradientRecord) -> None:
         self._model = model
+        model.forget_rows()  # An update before may have failed.
         self._record = record
         self._device = model.devices[0]
         self._ranks = collectives.world_size(record.group)
@@ -396,7 +402,7 @@ class RankUpdate(UpdateSync):
         # No micro-batch may have been known to be the last.
         read = self._local or self.start(local)
         present = settings()
-        if present.trains_others(self._record.ids):
+        if present.trains_others(self._record.dtypes):
             self._model.refuse_unshared()  # It walks through the module.
         total = torch.empty_like(local.total)  # Nothing is allocated after the agreement.
         names: list[SumName] = list(local.terms or ())
@@ -489,7 +495,7 @@ class RankUpdate(UpdateSync):
         gradients = []
         for parameter in tensors:
             if parameter.grad is not None:
-                if id(parameter) not in self._record.ids:
+                if id(parameter) not in self._record.dtypes:
                     raise ValueError(
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that "
                         f"the ranks would not share: make it part of {self.place} that parallelize is given, not frozen"

@@ -109,11 +109,11 @@ class Settings:
         # Numbers have the same hash in each process. It is exact in float64.
         return float(hash(tuple(values)) % 2**53)
 
-    def trains_others(self, ids: set[int]) -> bool:
-        """Returns True if an optimizer has a parameter to train of another id."""
+    def trains_others(self, dtypes: Mapping[int, torch.dtype]) -> bool:
+        """Returns True if an optimizer has a parameter to train of another id, or dtype."""
         groups = [group for optimizer in self.state.optimizers for group in optimizer.param_groups]
         parameters = itertools.chain(*[group["params"] for group in groups])
-        return not ids.issuperset([id(each) for each in parameters if each.requires_grad])
+        return any(each.requires_grad and dtypes.get(id(each)) != each.dtype for each in parameters)
 
     def check(self, *, is_same: bool) -> None:
         """Compares again unless :meth:`digest` is the same on all ranks, or if all have loaded."""
@@ -170,7 +170,7 @@ class Unchecked(Settings):
         """Returns a number that is the same on all ranks."""
         return 0.0
 
-    def trains_others(self, ids: set[int]) -> bool:
+    def trains_others(self, dtypes: Mapping[int, torch.dtype]) -> bool:
         """Returns True: the optimizers are unknown."""
         return True
 

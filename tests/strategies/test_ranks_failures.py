@@ -284,3 +284,48 @@ def test_a_loss_that_changes_between_micro_batches_is_told_to_a_rank_without_row
     flags[3] = 1
     with pytest.raises((ValueError, RuntimeError), match="mse_loss for some rows, and l1_loss"):
         step(inputs[rows], (targets[rows], flags[rows]))
+
+
+class Counted(nn.Module):
+    """Counts its forwards, and fails after some of them, if it is told: a list is not state of the module."""
+
+    def __init__(self, *until_failure):
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+        self.register_buffer("count", torch.zeros(()))
+        self.left = [*until_failure]
+
+    def forward(self, rows):
+        if self.left:
+            self.left.append(self.left.pop() - 1)
+            if self.left[0] < 0:
+                self.left.clear()
+                raise ValueError("no output")
+        self.count += 1
+        return self.linear(rows)
+
+
+@on_ranks(2)
+def test_rows_of_an_update_that_failed_do_not_choose_the_buffers_of_the_next(rank):
+    net = Counted()
+    model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy="ddp")
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1))
+    net.left += [0] * (rank == 0)
+    with pytest.raises((ValueError, RuntimeError), match=r"no output|1 of 2 ranks failed"):
+        step(torch.randn(2, 7), torch.randn(2, 5))
+    rows = 3 * rank  # The rank that failed has none now.
+    step(torch.randn(rows, 7), torch.randn(rows, 5))
+    assert net.count == 2  # of the rank with rows
+
+
+@pytest.mark.parametrize("forwards", [0, 1, 2])
+@on_ranks(2, timeout=40)
+def test_a_rank_fails_in_the_small_forwards_of_the_first_reproducible_update(rank, forwards):
+    net = Counted(*[forwards] * (rank == 0))
+    model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy="ddp")
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1), reproducible=True)
+    batch = torch.randn(2, 7), torch.randn(2, 5)
+    with pytest.raises((ValueError, RuntimeError), match=r"no output|1 of 2 ranks failed"):
+        step(*batch)
+    losses = step(*batch), step(*batch)
+    assert losses[1] < losses[0]

@@ -103,7 +103,13 @@ def penalty(a, b, loss, x, y):
     return loss([slopes] if isinstance(scores, PerReplica) else slopes, y) + loss(b(a(x)), y)
 
 
+def towers(a, b, loss, x, y):
+    """The targets are outputs too, of the same model and of another."""
+    return loss(a(x), b(y)) + loss(a(y), a(x))
+
+
 PROGRAMS = {
+    towers: lambda: (net(0), net(1)),
     cycle: lambda: (net(0), net(1)),
     generator: lambda: ([net(0), net(1)], net(2)),
     siamese: lambda: (net(0), net(1)),

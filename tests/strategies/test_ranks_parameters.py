@@ -330,3 +330,19 @@ def test_another_state_on_one_rank_is_an_error(rank):
             ValueError, match="number of updates of the loaded state: 1 on rank 0 and 2 on rank 1"
         ):
             step(inputs, targets)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_another_dtype_after_parallelize_is_an_error_and_not_another_gradient(rank, strategy):
+    """Buckets of the reducer have the dtype of before."""
+    net = nn.Linear(4, 3)
+    model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy=strategy)
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1))
+    model.double()
+    inputs, targets = torch.randn(2, 4).double(), torch.randn(2, 3).double()
+    expected = r"weight came after parallelize, was frozen there, or had another dtype"
+    with pytest.raises((ValueError, RuntimeError), match=expected):
+        step(inputs, targets)
+    with pytest.raises(ValueError, match=expected):
+        model(inputs)
