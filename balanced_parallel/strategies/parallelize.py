@@ -28,7 +28,7 @@ from ..training.settings import describe_criterion
 from .ddp import DistributedModel
 from .fsdp import ShardedModel
 from .launch import TorchrunEnvironment, check_agreement, join_process_group, rank_device
-from .ranks import RowSettings
+from .ranks import RankModel, RowSettings
 
 Strategy = Literal["auto", "replicas", "ddp", "fsdp"]
 _log = logging.getLogger(__name__)
@@ -47,17 +47,17 @@ class RankModule(NamedTuple):
 class RankStrategy(NamedTuple):
     """A strategy over the ranks of torchrun."""
 
-    wrap: Callable[[RankModule], ParallelModel]
+    wrap: Callable[[RankModule], RankModel]
     is_sharded: bool = False  # Each rank has parts of the parameters, frozen ones too.
 
 
-def _replicate(on_rank: RankModule) -> ParallelModel:
+def _replicate(on_rank: RankModule) -> RankModel:
     module, criterion, device, *_ = on_rank
     plain = None if criterion is None else criterion.to(device).module
     return DistributedModel(module.to(device), device, plain, **on_rank.settings)
 
 
-def _shard(on_rank: RankModule) -> ParallelModel:
+def _shard(on_rank: RankModule) -> RankModel:
     module, _, device, mesh, settings = on_rank
     if mesh is None:
         mesh = init_device_mesh(device.type, (world_size(),), mesh_dim_names=("shards",))
@@ -229,7 +229,10 @@ def _rank_model(on_rank: RankModule, strategy: str, local_ranks: int) -> Paralle
         strategy = "fsdp" if has_copies else choose_strategy(module, device, local_ranks)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
-    return OVER_RANKS[strategy].wrap(on_rank)
+    model = OVER_RANKS[strategy].wrap(on_rank)
+    if criterion is not None:
+        model.share_state(criterion)
+    return model
 
 
 def _is_sharded(strategy: str) -> bool:

@@ -76,7 +76,11 @@ class RankModel(ParallelModel):
         self.runs: dict[tuple[str | None, bool], bool] = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
-        self._of_criterion: list[dict[str, Tensor | None]] = []
+        self._criterion: list[nn.Module] = []  # Modules whose calls may advance a state.
+        self._is_whole = False  # The criterion runs on all rows, on each rank that has some.
+        self._numbers: list[
+            dict[str, int | float]
+        ] = []  # The criterion's before the first forward.
         self.has_advanced = False  # Numbers of a rank without rows, in this update.
         self.has_numbers = any(map(numbers_of, self.module.modules()))
         # Parameters in the first run of a method, and their memory before it.
@@ -128,7 +132,9 @@ class RankModel(ParallelModel):
         # self.module would call __getattr__
         module: Any = torch_private.children_of(self)["module"]
         kind = method, module.training
-        self.has_rows = self.has_rows or (rows != 0 and torch.is_grad_enabled())
+        if rows != 0 and torch.is_grad_enabled() and not self.has_rows:
+            self.has_rows = True
+            self._numbers = [*map(numbers_of, self._criterion)]
         if rows == 0 and self.runs.get(kind):
             raise RuntimeError(
                 "this rank has no rows, and the module communicates with the other ranks itself, expected rows on each rank in "
@@ -194,30 +200,53 @@ class RankModel(ParallelModel):
     def share_buffers(self, with_rows: Sequence[float] = (), writes: float = 0) -> None:
         """Gives all ranks the buffers of the first rank that has had rows since the last time.
 
-        ``with_rows`` tells which ranks have; they are asked without it. If some have not, parameters
-        that the forwards of ``writes`` ranks write are shared too.
+        ``with_rows`` tells which ranks have; they are asked without it. If some have not, they get
+        what calls of the criterion there have advanced, and parameters that the forwards of
+        ``writes`` ranks write.
         """
-        parts = *self._of_layers, *self._of_criterion
-        tensors = [each for part in parts for each in part.values() if each is not None]
-        if tensors and not with_rows:
+        tensors = _buffers_in(self._of_layers)
+        of_criterion = _buffers_in(map(torch_private.buffers_of, self._criterion))
+        if (tensors or self._criterion) and not with_rows:
             with_rows = gather_objects(self.has_rows)
         is_full = all(with_rows)
-        if any(with_rows) and (tensors or (writes and not is_full)):
+        if self._is_whole or not is_full:
+            tensors += of_criterion
+        if any(with_rows):
             source = with_rows.index(True)
-            if writes and not is_full:
-                tensors += map(self.module.get_parameter, gather_objects([*self.written])[source])
-            group = collectives.batch_group() or dist.group.WORLD
-            torch_private.broadcast(tensors, source, group)
+            if not is_full and (writes or self._criterion):
+                tensors += self._take_state(source)
+            if tensors:
+                group = collectives.batch_group() or dist.group.WORLD
+                torch_private.broadcast(tensors, source, group)
         self.forget_rows()
+
+    def _take_state(self, source: int) -> list[Tensor]:
+        """Takes the numbers of the criterion from a rank, unless this one has called it.
+
+        Returns the parameters that forwards there have written.
+        """
+        advanced = [
+            numbers_of(part).items() - before.items()
+            for part, before in zip(self._criterion, self._numbers, strict=False)
+        ]
+        written, numbers = gather_objects(([*self.written], advanced))[source]
+        if not self.has_rows:
+            for part, each in zip(self._criterion, numbers, strict=True):
+                vars(part).update(each)
+        return [*map(self.module.get_parameter, written)]
 
     def forget_rows(self) -> None:
         """Begins an update, without rows."""
         self.has_rows = self.has_advanced = False
 
-    def share_state(self, criterion: object) -> None:
-        """Shares the buffers of a criterion too."""
-        parts = criterion.modules() if isinstance(criterion, nn.Module) else ()
-        self._of_criterion = [*filter(None, map(torch_private.buffers_of, parts))]
+    def share_state(self, criterion: DataParallelCriterion) -> None:
+        """Shares what calls of a criterion advance, too."""
+        self._is_whole = criterion.whole
+        self._criterion = [
+            part
+            for part in criterion.modules()
+            if numbers_of(part) or torch_private.buffers_of(part)
+        ]
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""
@@ -261,8 +290,7 @@ class RankSync(GradientSync):
 
     def __init__(self, model: RankModel, criterion: DataParallelCriterion) -> None:
         self.model = model
-        if criterion.whole:  # It runs on all rows, on each rank that has some of them.
-            model.share_state(criterion.module)
+        model.share_state(criterion)
         self._criterion_sums_rows = criterion.copies.collectives.sums_rows
 
     @property
@@ -521,6 +549,10 @@ def watch_output(
         return _watch(tensors, first, at_backward)[0]
     watched = iter(_watch(tensors, first, at_backward))
     return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, output)
+
+
+def _buffers_in(parts: Iterable[dict[str, Tensor | None]]) -> list[Tensor]:
+    return [each for part in parts for each in part.values() if each is not None]
 
 
 def tensors_of(output: object) -> list[Tensor]:

@@ -461,8 +461,6 @@ def is_refused(name, strategy, way, cuts):
         return True
     if name in ("counters and power iterations", "caches and flags") and 7 in cuts:
         return True  # A rank needs rows first to know that there are numbers, or buffers.
-    if name == "a criterion that counts" and 7 in cuts:
-        return True  # A rank without rows does not call it.
     if name == "sparse gradients" and way == "asked":
         return True  # They are dense.
     return name in CHANGE or (name in PENALTIES and way in ("by hand", "asked") and 7 in cuts)
