@@ -260,15 +260,13 @@ class PerReplica(list[Any], containers.Leaf):
         if any(isinstance(entry, Tensor) for entry in entries) or not all(
             hasattr(entry, name) for entry in entries
         ):
-            advice = f"[{name!r}] for the entry, " if self._has_entry(name) else ""
+            has_entry = any(isinstance(entry, Mapping) and name in entry for entry in entries)
+            advice = f"[{name!r}] for the entry, " if has_entry else ""
             _refuse(f".{name}", AttributeError, advice)
         values = self._select(name, lambda entry: getattr(entry, name))
         if any(callable(value) and not isinstance(value, Tensor) for value in values):
             _refuse(f".{name}()", AttributeError)
         return values
-
-    def _has_entry(self, name: str) -> bool:
-        return any(isinstance(entry, Mapping) and name in entry for entry in list(self))
 
     def _select(self, key: object, select: Callable[[Any], object]) -> "PerReplica":
         return self._of_same_rows(map(select, self), dims_at(self[0], self.dim, key) if self else 0)

@@ -96,7 +96,7 @@ def prepare_sums(
     places = [
         place
         for place in candidates
-        if all(_is_dense_in(gradients, place) for gradients in replicas)
+        if all(place in each and is_dense(each[place]) for each in replicas)
     ]
     others = set[int]().union(*replicas).difference(places)
     sums = {place: _sum_of(replicas, place, home, is_copy=is_copy) for place in others}
@@ -131,10 +131,6 @@ def _merged(fresh: Gradients, before: Gradients) -> Gradients:
     both = [*(fresh.keys() & before.keys())]
     totals = foreach_add([before[place] for place in both], [fresh[place] for place in both])
     return before | fresh | dict(zip(both, totals, strict=True))
-
-
-def _is_dense_in(gradients: Gradients, place: int) -> bool:
-    return place in gradients and is_dense(gradients[place])
 
 
 class Schedule(NamedTuple):
