@@ -209,14 +209,14 @@ def _run_first(
     """
     from ..reproducible.row_random import Forward, find_draws
 
-    one, two, three = (Forward(update, range(count), device, None, {}) for count in (1, 2, 3))
+    first, second, third = (Forward(update, range(count), device, None, {}) for count in (1, 2, 3))
     try:
-        output = run_repeated(1, one.drawing)
-        if len(one.drawn) == 1:  # The last one is the end.
+        output = run_repeated(1, first.drawing)
+        if len(first.drawn) == 1:  # The last one is the end.
             return output, ()
-        run_repeated(2, two.drawing)
-        run_repeated(3, three.drawing)
-        return output, find_draws(two, three)
+        run_repeated(2, second.drawing)
+        run_repeated(3, third.drawing)
+        return output, find_draws(second, third)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001 - an operator may draw numbers that cannot follow the rows

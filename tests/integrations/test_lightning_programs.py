@@ -512,8 +512,9 @@ class Penalized(torch.nn.Module):
         self.judge = judge
 
     def forward(self, real, fake, share):
-        mixed = (share * real + (1 - share) * fake).requires_grad_()
-        (gradients,) = torch.autograd.grad(self.judge(mixed).sum(), mixed, create_graph=True)
+        with torch.enable_grad():  # The first update has a forward without a graph.
+            mixed = (share * real + (1 - share) * fake).requires_grad_()
+            (gradients,) = torch.autograd.grad(self.judge(mixed).sum(), mixed, create_graph=True)
         return self.judge(real), self.judge(fake), gradients.norm(dim=1)
 
 

@@ -479,7 +479,7 @@ def labelled_rows():
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("later", ["", "smoothing", "a factor", "another mean"])
+@pytest.mark.parametrize("later", ["", "smoothing", "a factor", "another mean", "a penalty"])
 def test_a_mean_runs_without_notes_until_it_is_another_loss(later, devices):
     rows = labelled_rows()
     net = Labelled().double()
@@ -499,14 +499,3 @@ def test_a_mean_runs_without_notes_until_it_is_another_loss(later, devices):
         if number == 6 and later:
             assert all(net.modes)
     assert net.norm.num_batches_tracked == 28 // devices  # A forward that runs again leaves no trace.
-
-
-def test_a_penalty_that_comes_later_is_refused():
-    net = Labelled().double()
-    model = DataParallelModel(net, ["cpu"])
-    update = make_update(model, DataParallelCriterion(lambda loss: loss), 3, 0.1)
-    for _ in range(3):
-        update(labelled_rows())
-    net.later = "a penalty"
-    with pytest.raises(UnknownMeanError, match="have different counts, and had one"):
-        update(labelled_rows())
