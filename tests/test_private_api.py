@@ -27,7 +27,10 @@ OBJECTS = (
 )
 OF_INSTANCES = {
     "_set_sequence_nr",
+    "_saved_reduction",
     "_saved_self",
+    "_saved_total_weight",
+    "_saved_weight",
     "_orig_mod",
 }  # nodes and compiled modules have more than their classes
 PRIVATE = {

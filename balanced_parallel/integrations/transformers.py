@@ -178,13 +178,14 @@ class BalancedTrainer(Trainer):
             raise ValueError(
                 f"device_ids={device_ids!r} was given for a model that is on several devices, expected None"
             )
-        count = self._count_devices()
+        named = self._name_devices()
+        count = len(named)
         # Batch sizes are multiples of the first. The second would multiply the loss.
         vars(args).update(_n_gpu=count, average_tokens_across_devices=False)
         self._train_batch_size = args.train_batch_size
         if hasattr(args, "generation_batch_size"):  # GRPO, RLOO
             args.generation_batch_size *= count
-        self.devices = [args.device] if count < 2 else resolve_devices(device_ids or range(count))
+        self.devices = [args.device] if count < 2 else resolve_devices(named)
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         parallelism = is_sharded or getattr(self.accelerator, "parallelism_config", None)
         if parallelism or args.optim in ("lomo", "adalomo"):  # LOMO updates inside of the backward
@@ -202,12 +203,10 @@ class BalancedTrainer(Trainer):
             in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         )
 
-    def _count_devices(self) -> int:
-        if self._device_ids is not None:
-            return len(self._device_ids)
+    def _name_devices(self) -> Sequence[DeviceLike]:
         # Quantized weights have no copies.
         is_whole = self.is_model_parallel or getattr(self.model, "is_quantized", False)
-        return 1 if is_whole else self._gpus or 1
+        return self._device_ids or range(1 if is_whole else self._gpus or 1)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator. Until the end of ``__init__``, ``args`` tell of one device, since
@@ -263,6 +262,8 @@ class BalancedTrainer(Trainer):
             return accelerator
 
         def gather(tensor: Tensor) -> Tensor:
+            # Ranks have equal numbers of forwards: none may run again.
+            self._forwards.model.note(ForwardNotes(may_stop=False), anew=True)
             rows = torch.atleast_1d(tensor)
             count = len(rows) if counts else 0
             sizes = gather_objects(count)
@@ -303,6 +304,7 @@ class BalancedTrainer(Trainer):
         self._forwards = Forwards(
             wrapped, DataParallelCriterion(lambda computed: computed.loss), precision
         )
+        wrapped.note(ForwardNotes(may_stop=False), anew=True)
         self._last = None
         self._wrapped = [self.model]
         self.model_wrapped = wrapped
@@ -353,7 +355,6 @@ class BalancedTrainer(Trainer):
         """Returns the arguments of a :class:`Task`, which have the rows of a batch, or none if they
         do not count. They run then, so that other ranks do not wait.
         """
-        self._forwards.model.note(ForwardNotes(), anew=True)
         count = _count(inputs)
         has_samples = _SAMPLES in inputs
         if count is None or not self._is_split:
@@ -410,12 +411,10 @@ class BalancedTrainer(Trainer):
         counts = self._counts.pop(0) if self._counts else True
         is_last = not self._counts
         forwards = self._forwards
-        loss = torch.zeros((), device=self.args.device)
         if not self._is_split:
             rows = move_leaves(inputs, self.args.device)
-            loss = forwards.model.module(_loss_of_rows, rows, counts).loss
-            if loss.isfinite():  # A mean over no targets is nan. It is counted below.
-                return loss
+            return forwards.model.module(_loss_of_rows, rows, counts).loss
+        loss = torch.zeros((), device=self.args.device)
         work = self._work or begin_update(forwards, self._last)
         self._work = None
         with (
@@ -445,6 +444,10 @@ class BalancedTrainer(Trainer):
         if self._evaluated is None:
             copies = dataclasses.replace(forwards.copies, halves=None)
             self._evaluated = kind.loss(copies, self.devices[0], is_split=self._is_split)
+
+        def collect(calls: Any) -> list[Any]:  # It may have no labels.
+            return [] if calls.outputs[0].loss is None else self._evaluated.collect(calls)
+
         predict = functools.partial(_predict, arguments=arguments, settings=settings)
         parts = []
         results = list[Sequence[Any]]()
@@ -453,16 +456,12 @@ class BalancedTrainer(Trainer):
             shards = run.batch.split(forwards.model.devices, None)
             outputs: list[PerReplica] = []
             with self._having(compute_loss=self._counted_loss), _explain_errors():
-                parts += forwards.run(shards, self._collect, outputs)
+                parts += forwards.run(shards, collect, outputs)
             if weight is not None:
                 results += [computed.outputs for computed in outputs[0]]
         losses, logits, labels = zip(*results, strict=True)
         loss = None if losses[0] is None else _loss_of_parts(parts, losses[0])
         return loss, self._join(logits), self._join(labels)
-
-    def _collect(self, calls: Any) -> list[Any]:
-        """Adds the sums of a batch, if it has labels, to those of an evaluation."""
-        return [] if calls.outputs[0].loss is None else self._evaluated.collect(calls)
 
     def _join(self, parts: Sequence[Any]) -> object:
         """Returns the outputs of all rows. Shorter ones are padded with -100, as in Trainer."""
@@ -502,7 +501,10 @@ def _explain_errors() -> Iterator[None]:
         yield
     except UnknownMeanError as error:
         raise ValueError(
-            f"the trainer's loss does not add up over the rows: {error.what}, {_EXPECTED}"
+            f"the trainer's loss does not add up over the rows: {error.what}, "
+            "expected rows that do not depend on each other, and a function of torch's losses, of .mean(), or of sums over "
+            "num_items_in_batch: for another loss, let an update be one forward, or use TrainStep, and "
+            "DataParallelCriterion(..., whole=True)"
         ) from error
 
 
@@ -526,7 +528,8 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> C
             "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence: expected "
             "loss_type='apo_zero_unpaired', or one device, without accumulation"
         )
-    if getattr(trainer, "loss_type", None) in _OF_GENERATION:
+    # losses over the tokens of all generated completions
+    if getattr(trainer, "loss_type", None) in ("dapo", "cispo", "vespo"):
         args: Any = trainer.args
         steps = args.steps_per_generation
         if steps != args.gradient_accumulation_steps:
@@ -582,11 +585,3 @@ def _copy_containers(value: object) -> Any:
         new.update({key: _copy_containers(entry) for key, entry in value.items()})
         return new
     return copy.copy(value) if isinstance(value, (list, set)) else value
-
-
-_OF_GENERATION = ("dapo", "cispo", "vespo")  # losses over the tokens of all generated completions
-_EXPECTED = (
-    "expected rows that do not depend on each other, and a function of torch's losses, of .mean(), or of sums over "
-    "num_items_in_batch: for another loss, let an update be one forward, or use TrainStep, and "
-    "DataParallelCriterion(..., whole=True)"
-)

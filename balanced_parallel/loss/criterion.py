@@ -195,7 +195,10 @@ class DataParallelCriterion(nn.Module):
             kind.begin_by_hand(outputs)
         calls = self.cut(outputs, targets, kwargs)
         if world_size() > 1 and torch.is_grad_enabled():
-            self._check_shared(calls.outputs)
+            refuse_unshared(self.parameters())
+            leaves = (leaf for _, leaf in containers.leaves(list(calls.outputs)))
+            if reason := explain_unwatched(leaves):
+                raise ValueError(reason)
         loss = kind.value(calls)
         if world_size() > 1 and kind.reduction != "none":
             loss = containers.map_tensors(mark_loss, loss)
@@ -206,14 +209,6 @@ class DataParallelCriterion(nn.Module):
         """Returns the divisor of the mean of each output; the sum of them, if there are several."""
         weights = self.cut(outputs, targets, {}).run(functools.partial(call_weight, self.weight))
         return [sum(flat_weights(weight)) for weight in weights]
-
-    def _check_shared(self, outputs: PerReplica) -> None:
-        """Raises ``ValueError`` if ranks would not share the gradients of the outputs or of the
-        parameters.
-        """
-        refuse_unshared(self.parameters())
-        if reason := explain_unwatched(leaf for _, leaf in containers.leaves(list(outputs))):
-            raise ValueError(reason)
 
     def dim_of_targets(self, targets: Arguments, out_dims: Dims) -> int:
         """Returns the dimension of the rows in unmarked arguments after the outputs.

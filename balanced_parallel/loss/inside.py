@@ -7,14 +7,15 @@
 
 The sums of the loss are noted in the forward of each replica, where they are computed, and the
 criterion goes on from there. The first forward by hand runs again for that, since nothing tells
-before the criterion that its output has a loss.
+before the criterion that its output has a loss. Once a loss has been one mean of torch's
+cross-entropy, forwards run as they are, and the root of its graph tells the count. One with another
+root runs again, and the sums are noted from then on.
 
 The rows of such a loss may depend on each other too. So the sums of some rows together are compared
 with those of each row alone.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -25,11 +26,14 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..batch.marks import Arguments, map_marked
 from ..batch.outputs import PerReplica
-from ..batch.rows import NOTHING, ParallelModel, count_rows, has_number, take
+from ..batch.rows import Batch, ParallelModel, take
 from ..replicas.batchnorm import meets_others
 from ..replicas.module_tree import keep_numbers
 from ..replicas.replicas import without_trace
+from ..runtime.random_numbers import forward_by_row
 from .notes import SumNotes
+
+Drawing = Callable[[], AbstractContextManager[None]]  # Makes a block with other random numbers.
 
 
 class NotedOutput(NamedTuple):
@@ -49,14 +53,15 @@ class _Notes(containers.Leaf):
 class ForwardNotes:
     """Notes the sums in the forwards of a model.
 
-    It stops if there are none in the first forward: of a step, or one that returns a number, such
-    as a temperature.
+    With ``may_stop``, it stops if there are none in the first forward.
     """
 
-    def __init__(self, *, is_of_step: bool = False) -> None:
-        self._is_of_step = is_of_step
-        self._has_sums = False
+    def __init__(self, *, may_stop: bool = True) -> None:
+        self._may_stop = may_stop
         self._has_stopped = False
+        # The loss whose mean is the only tensor of an output, "" for another output. None is a loss
+        # that has become another one.
+        self._mean: str | None = ""
 
     def call(
         self,
@@ -70,12 +75,22 @@ class ForwardNotes:
         if self._has_stopped:
             return function(*inputs, **kwargs)
         notes = SumNotes().of_batch((inputs, kwargs), None)
+        # Random numbers that follow the rows are drawn once.
+        if self._mean and torch.is_grad_enabled() and not forward_by_row.get():
+            output = function(*inputs, **kwargs)
+            tensors = containers.tensors_in(output)
+            if notes.of_mean(self._mean, tensors):
+                return NotedOutput(output, notes.sums(), _Notes(notes, output))
+            self._mean = None
+            devices = [tensor.device for tensor in tensors]
+            with without_trace(module, devices), keep_numbers(module):
+                return self.call(module, function, *inputs, **kwargs)
         notes.of_model(module.parameters()).of_constants([*module.buffers()])
         with notes:
             output = function(*inputs, **kwargs)
-        self._has_sums = self._has_sums or bool(notes.statistics)
-        may_stop = self._is_of_step or has_number(output)
-        self._has_stopped = may_stop and not self._has_sums
+        self._has_stopped = self._may_stop = self._may_stop and not notes.statistics
+        if self._mean is not None:
+            self._mean = notes.name_of_mean(containers.tensors_in(output))
         return NotedOutput(output, notes.sums(), _Notes(notes, output))
 
     def open(self, output: object) -> tuple[object, SumNotes | None]:
@@ -118,23 +133,25 @@ def take_rows(outputs: PerReplica) -> RowsOfForward | None:
     model: ParallelModel | None = outputs.model_of()
     if model is None or meets_others(model):
         return None
-    most = max(filter(None, outputs.sizes), default=0)
+    method = None
     batch = model.batch() if model.batch is not None else None
-    if batch is not None and batch.rows:
-        last = batch.rows - 1
-        shards = [batch.shard(rows, model.devices[0]) for rows in ([0], [last], [0, last])]
-        parts = [(shard.inputs, shard.targets) for shard in shards]
-        return _on_host(RowsOfForward(None, parts, model.dim, most, shards[0].is_joined))
-    if batch is not None or not model.latest:
+    if batch is None and model.latest:
+        method, arguments, *_ = model.latest[-1]
+        whole = containers.map_leaves(
+            lambda leaf: leaf.on(model.devices[0]) if isinstance(leaf, PerReplica) else leaf,
+            arguments,
+        )
+        batch = Batch(whole, dims=(model.dim, 0))
+    if batch is None or not batch.rows:
         return None
-    method, arguments, *_ = model.latest[-1]
-    arguments = containers.map_leaves(functools.partial(_whole, model.devices[0]), arguments)
-    count = count_rows(arguments, model.dim)
-    if not count:
-        return None
-    taken = (take(arguments, rows, model.dim) for rows in ([0], [count - 1], [0, count - 1]))
-    parts = [(part, NOTHING) for part in taken]
-    return _on_host(RowsOfForward(method, parts, model.dim, most, is_joined=False))
+    last = batch.rows - 1
+    shards = [batch.shard(rows, model.devices[0]) for rows in ([0], [last], [0, last])]
+    parts = map_marked(
+        lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf,
+        [(shard.inputs, shard.targets) for shard in shards],
+    )
+    most = max(filter(None, outputs.sizes), default=0)
+    return RowsOfForward(method, parts, model.dim, most, shards[0].is_joined)
 
 
 @torch.no_grad()
@@ -154,17 +171,12 @@ def run_rows(
     parts = [*sample.parts]
     rows_of_parts = [[0], [1], [0, 1]]
 
-    def run(
-        inputs: Arguments, count: int, drawing: Callable[[], AbstractContextManager[None]]
-    ) -> PerReplica:
-        with (
-            without_trace(model.module, model.devices),
-            keep_numbers(model.module),
-            drawing(),
-        ):
+    def run(inputs: Arguments, count: int, drawing: Drawing) -> PerReplica:
+        trace = without_trace(model.module, model.devices)
+        with trace, keep_numbers(model.module), drawing():
             return model.run_alone(sample.method, inputs, count)
 
-    def run_repeated(count: int, drawing: Callable[[], AbstractContextManager[None]]) -> PerReplica:
+    def run_repeated(count: int, drawing: Drawing) -> PerReplica:
         inputs, _ = take(sample.parts[-1], [row % 2 for row in range(count)], sample.dim)
         return run(inputs, count, drawing)
 
@@ -172,15 +184,14 @@ def run_rows(
         draws: Sequence[Any] = ()
         first: PerReplica | None = None
         if not sample.is_joined:
-            first, has_drawn = _run_first(run_repeated, update, device)
+            first, draws = _run_first(run_repeated, update, device)
             size = sum(tensor.nbytes for tensor in containers.tensors_in(first[0]))
             if size * most > most_bytes:
                 most = min(most, max(sample.rows, 2))
             rows_of_parts[-1] = [0, 1] * (most // 2)
             parts[-1] = take(parts[-1], rows_of_parts[-1], sample.dim)
-            draws = _find_draws(run_repeated, update, device) if has_drawn else ()
         for (inputs, targets), rows in zip(parts, rows_of_parts, strict=True):
-            drawing: Callable[[], AbstractContextManager[None]] = nullcontext
+            drawing: Drawing = nullcontext
             if draws:
                 drawing = Forward(update, rows, device, draws, {}).drawing
             outputs = first if rows == [0] and not draws else None
@@ -190,36 +201,26 @@ def run_rows(
 
 
 def _run_first(
-    run_repeated: Callable[..., PerReplica], update: Any, device: torch.device
-) -> tuple[PerReplica, bool]:
-    """Returns the output of the first row, and True if its forward has drawn random numbers."""
-    from ..reproducible.row_random import Forward
+    run_repeated: Callable[[int, Drawing], PerReplica], update: Any, device: torch.device
+) -> tuple[PerReplica, Sequence[Any]]:
+    """Returns the output of the first row, and the draws of random numbers in a forward.
 
-    try:
-        forward = Forward(update, range(1), device, None, {})
-        output = run_repeated(1, forward.drawing)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001 - an operator may draw numbers that cannot follow the rows
-        return run_repeated(1, nullcontext), False
-    return output, len(forward.drawn) > 1  # The last one is the end.
-
-
-def _find_draws(
-    run_repeated: Callable[..., object], update: Any, device: torch.device
-) -> Sequence[Any]:
-    """Returns the draws of random numbers in a forward. There are none if they cannot follow rows."""
+    There are none if they cannot follow rows.
+    """
     from ..reproducible.row_random import Forward, find_draws
 
+    first, second, third = (Forward(update, range(count), device, None, {}) for count in (1, 2, 3))
     try:
-        two, three = (Forward(update, range(count), device, None, {}) for count in (2, 3))
-        run_repeated(2, two.drawing)
-        run_repeated(3, three.drawing)
-        return find_draws(two, three)
+        output = run_repeated(1, first.drawing)
+        if len(first.drawn) == 1:  # The last one is the end.
+            return output, ()
+        run_repeated(2, second.drawing)
+        run_repeated(3, third.drawing)
+        return output, find_draws(second, third)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001 - an operator may draw numbers that cannot follow the rows
-        return ()
+        return run_repeated(1, nullcontext), ()
 
 
 @contextlib.contextmanager
@@ -234,17 +235,6 @@ def evaluating(module: nn.Module, *, layers: bool) -> Iterator[None]:
     finally:
         for part, mode in modes:  # The parts of each follow it.
             nn.Module.train(part, mode)
-
-
-def _whole(device: torch.device, leaf: object) -> object:
-    return leaf.on(device) if isinstance(leaf, PerReplica) else leaf
-
-
-def _on_host(sample: RowsOfForward) -> RowsOfForward:
-    def copied(leaf: Any) -> Any:
-        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-
-    return sample._replace(parts=map_marked(copied, [*sample.parts]))
 
 
 # Parts of the names of classes, also of those of other libraries.

@@ -431,7 +431,7 @@ class MeansInside(_OfRows):
 
     def begin_step(self, model: ParallelModel, batch: Batch) -> None:
         """Begins to note the sums of a model that may compute the loss."""
-        model.begin_step(batch, ForwardNotes(is_of_step=True))
+        model.begin_step(batch, ForwardNotes())
 
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
         """Returns the kind for the next batch."""

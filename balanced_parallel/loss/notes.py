@@ -24,6 +24,7 @@ from ..replicas.all_rows import sum_over_rows
 from ..runtime.torch_private import (
     PACK_NAME,
     base_of,
+    count_at_root,
     in_checkpoint,
     is_same,
     is_sharded,
@@ -217,6 +218,22 @@ class SumNotes(TorchFunctionMode):
             self._has_shards = self._has_shards or is_sharded(parameter)
         self._of_model = {*self._outside}
         return self
+
+    def name_of_mean(self, tensors: Sequence[Tensor]) -> str:
+        """Returns the loss of torch whose mean is the only tensor of an output, or an empty text."""
+        places = {self._of(tensor).number for tensor in tensors if len(tensors) == 1}
+        name = "".join(each.text for each in self._operations if places & {*each.results})
+        return name if name in ("cross_entropy", "nll_loss") and not self._has_shards else ""
+
+    def of_mean(self, name: str, tensors: Sequence[Tensor]) -> bool:
+        """Notes such a mean, whose count its graph tells. Returns False for another output."""
+        count = count_at_root(tensors[0]) if len(tensors) == 1 else None
+        if count is not None:
+            (mean,) = tensors
+            # A mean over no targets is nan.
+            place = self._add(name, torch.where(count != 0, mean * count, 0.0))
+            self._quotient(name, place, count, object(), mean, is_target=False, may_learn=False)
+        return count is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, and notes a sum, or an operation on sums."""

@@ -450,10 +450,8 @@ def plan(
 
 def _remarks() -> tuple[str, ...]:
     """Returns the savings that no trace has, with their costs."""
-    others = [
-        planned.saving for planned in savings_of("by hand", "optimizer") if not planned.change
-    ]
-    return tuple(f"{saving.name} ({saving.cost})" for saving in others)
+    planned = savings_of("by hand", "optimizer")
+    return tuple(f"{each.saving.name} ({each.saving.cost})" for each in planned if not each.change)
 
 
 def _report(option: Option, choice: Choice) -> MemoryReport:

@@ -186,6 +186,17 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+def count_at_root(tensor: Tensor) -> Tensor | None:
+    """Returns the count of a tensor that is a mean of torch's cross-entropy, by its graph.
+
+    None is another tensor, or a mean with class weights or in half precision.
+    """
+    node = tensor.grad_fn
+    is_plain = getattr(node, "_saved_weight", None) is None and tensor.itemsize > 2
+    is_mean = is_plain and getattr(node, "_saved_reduction", None) == 1
+    return getattr(node, "_saved_total_weight", None) if is_mean else None
+
+
 # Returns the version counter of a tensor.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 

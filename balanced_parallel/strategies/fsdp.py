@@ -563,7 +563,11 @@ class ShardedGradients(GradientRecord):
         if self.begins_backward():
             self.compare_blocks()
             if self.is_by_hand:
-                self._refuse_hooks()
+                if any(any(torch_private.hooks_of(each)) for each in self.parameters):
+                    raise RuntimeError(
+                        "a parameter has a hook of its gradient, which FSDP2 does not call in a backward by hand, expected none: "
+                        "change parameter.grad after the backward, or use TrainStep"
+                    )
                 self.begin_update()
                 self.used.update(
                     number
@@ -571,13 +575,6 @@ class ShardedGradients(GradientRecord):
                     if parameter.grad is not None
                 )
             run_after_backward(self._end)
-
-    def _refuse_hooks(self) -> None:
-        if any(any(torch_private.hooks_of(parameter)) for parameter in self.parameters):
-            raise RuntimeError(
-                "a parameter has a hook of its gradient, which FSDP2 does not call in a backward by hand, expected none: change "
-                "parameter.grad after the backward, or use TrainStep"
-            )
 
     def compare_blocks(self) -> None:
         """Compares the blocks of all ranks if they are new. Raises ``RuntimeError`` if they differ."""

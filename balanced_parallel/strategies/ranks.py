@@ -100,7 +100,10 @@ class RankModel(ParallelModel):
         for value in (*arguments.inputs, *arguments.kwargs.values()):
             # Inputs get no gradient. Its scale is known at the end of the update.
             if isinstance(value, Tensor) and value.requires_grad:
-                arguments = map_tensors(_detached, arguments)
+                arguments = map_tensors(
+                    lambda each: each.detach().requires_grad_() if each.requires_grad else each,
+                    arguments,
+                )
         with shard.context():
             return self._watched_run(None, arguments, rows, in_step=True)
 
@@ -600,10 +603,6 @@ def refuse_graph() -> None:
             "backward(create_graph=True) was called, and gradients that ranks share have no graph, expected "
             "torch.autograd.grad(loss, parameters, create_graph=True) with strategy='ddp'"
         )
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 @contextlib.contextmanager

@@ -69,10 +69,16 @@ class Settings:
 
         All ranks call this.
         """
+        names = [
+            f"{type(each).__name__} of {name_of(each.recipe[0])}"
+            if isinstance(each, BalancedOptimizer)
+            else type(each).__name__
+            for each in self.state.optimizers
+        ]
         facts: dict[str, Hashable] = {
             **describe_criterion(self.state.criterion),
             **self.arguments,
-            "optimizer": ", ".join(map(_name_of_optimizer, self.state.optimizers)),
+            "optimizer": ", ".join(names),
             "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.state.schedulers)
             or "none",
             **facts_of_process,
@@ -223,13 +229,6 @@ def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
         if all(isinstance(part, (int, float, str, NoneType)) for part in parts):
             facts[name + suffix] = value
     return facts
-
-
-def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    inner = (
-        f" of {name_of(optimizer.recipe[0])}" if isinstance(optimizer, BalancedOptimizer) else ""
-    )
-    return type(optimizer).__name__ + inner
 
 
 def names_by_group(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[list[str]]:

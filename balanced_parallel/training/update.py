@@ -535,7 +535,10 @@ class Arithmetic:
 
     def prepare(self) -> Callable[[Shard], Shard] | None:
         """Returns the function that gives shards memory of their own, if that is needed."""
-        return _without_views if any(map(is_compiled, self.model.modules())) else None
+        if not any(map(is_compiled, self.model.modules())):
+            return None
+        # Compiled code has graphs of its own for views, and for each kind of offset.
+        return lambda shard: shard._replace(inputs=copy_views(shard.inputs, shard.device))
 
     def facts(self, limit: Limit) -> dict[str, Hashable]:
         """Returns what the sums depend on, beside the state and the batch. The ranks compare it."""
@@ -617,14 +620,6 @@ def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
     if not on_devices:
         return on_host
     return add_up([*on_devices, on_host] if on_host else on_devices, device)
-
-
-def _without_views(shard: Shard) -> Shard:
-    """Returns a shard with copies of inputs that are views.
-
-    Compiled code has graphs of its own for views, and for each kind of offset.
-    """
-    return shard._replace(inputs=copy_views(shard.inputs, shard.device))
 
 
 def _explain(error: Exception, shard: Shard) -> None:

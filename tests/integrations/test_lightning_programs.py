@@ -39,6 +39,7 @@ from balanced_parallel import (  # noqa: E402
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
+    convert_sync_batchnorm,
     simulate,
 )
 from balanced_parallel.integrations.lightning import BalancedStrategy  # noqa: E402
@@ -449,7 +450,32 @@ class Adversarial(LightningModule):
         self.untoggle_optimizer(optimizer)
 
 
-def test_the_adversarial_networks_of_the_page():
+class Images(Adversarial):
+    """The same with convolutions and batch norm over all rows, as DCGAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker = torch.nn.Sequential(
+            torch.nn.Unflatten(1, (3, 1, 1)),
+            torch.nn.ConvTranspose2d(3, 4, 4, bias=False),
+            torch.nn.BatchNorm2d(4),
+            torch.nn.ReLU(),
+            torch.nn.ConvTranspose2d(4, 1, 4, stride=2, padding=1),
+            torch.nn.Tanh(),
+        )
+        self.judge = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 4, 4, stride=2, padding=1, bias=False),
+            torch.nn.BatchNorm2d(4),
+            torch.nn.LeakyReLU(0.2),
+            torch.nn.Conv2d(4, 1, 4),
+            torch.nn.Flatten(),
+        )
+        for net in (self.maker, self.judge):
+            convert_sync_batchnorm(net)
+
+
+@pytest.mark.parametrize(("base", "shape"), [(Adversarial, (4,)), (Images, (1, 8, 8))])
+def test_the_adversarial_networks_of_the_page(base, shape):
     _, methods = blocks("docs/recipes/lightning.md", "py")
     names = {
         "DataParallelModel": functools.partial(DataParallelModel, device_ids=["cpu"] * 3),
@@ -459,18 +485,86 @@ def test_the_adversarial_networks_of_the_page():
     }
     exec(methods, names, ours := {})
     assert {*ours} == {"on_fit_start", "training_step"}
+    compare_by_hand(base, type("Ours", (base,), ours), shape)
+
+
+def compare_by_hand(plain, ours, shape):
+    """Trains two modules of one kind, and compares them."""
     results = []
-    rows = torch.utils.data.TensorDataset(torch.randn(20, 4))
-    for kind in (Adversarial, type("Ours", (Adversarial,), ours)):
+    rows = torch.utils.data.TensorDataset(torch.randn(20, *shape))
+    for kind in (plain, ours):
         torch.manual_seed(0)
         module = kind()
         trainer = Trainer(**quiet(max_epochs=2))
         trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=7))
-        assert trainer.global_step == 12
-        results.append((module, trainer.callback_metrics["maker_loss"]))
-    (expected, loss), (module, own) = results
+        results.append((module, trainer.global_step, trainer.callback_metrics["maker_loss"]))
+    (expected, *numbers), (module, *own) = results
+    assert numbers[0] == own[0] > 6  # each step of an optimizer
     assert_same_state(module, expected)
-    assert_close(own, loss)
+    assert_close(own[1], numbers[1])
+
+
+class Penalized(torch.nn.Module):
+    """Scores of rows, and the norms of the gradients between them."""
+
+    def __init__(self, judge):
+        super().__init__()
+        self.judge = judge
+
+    def forward(self, real, fake, share):
+        with torch.enable_grad():  # The first update has a forward without a graph.
+            mixed = (share * real + (1 - share) * fake).requires_grad_()
+            (gradients,) = torch.autograd.grad(self.judge(mixed).sum(), mixed, create_graph=True)
+        return self.judge(real), self.judge(fake), gradients.norm(dim=1)
+
+
+def critic_loss(real, fake, norms):
+    return fake.mean() - real.mean() + 10 * (norms - 1).square().mean()
+
+
+class Wasserstein(Adversarial):
+    """WGAN-GP: a penalty of gradients, and two updates of the judge for one of the maker."""
+
+    def training_step(self, batch, batch_idx):
+        noise, share = torch.randn(len(batch[0]), 3), torch.rand(len(batch[0]), 1)
+        fake = self.maker(noise).detach()
+        self.train_judge(batch[0], fake, share)
+        if batch_idx % 2:
+            self.train_maker(noise)
+
+    def train_judge(self, *rows):
+        self.train_by_hand(self.optimizers()[1], critic_loss(*Penalized(self.judge)(*rows)))
+
+    def train_maker(self, noise):
+        loss = -self.judge(self.maker(noise)).mean()
+        self.log("maker_loss", loss)
+        self.train_by_hand(self.optimizers()[0], loss)
+
+
+class WassersteinSteps(Wasserstein):
+    """The same with a step for each optimizer."""
+
+    def on_fit_start(self):
+        def step(net, loss, optimizer):
+            model = DataParallelModel(net, ["cpu"] * 3)
+            return TrainStep(model, DataParallelCriterion(loss), optimizer)
+
+        maker, judge = self.optimizers()
+        both = torch.nn.Sequential(self.maker, self.judge)
+        self.steps = [
+            step(both, lambda scores: -scores.mean(), maker),
+            step(Penalized(self.judge), critic_loss, judge),
+        ]
+
+    def train_judge(self, *rows):
+        self.steps[1](rows)
+
+    def train_maker(self, noise):
+        self.log("maker_loss", self.steps[0](noise))
+
+
+def test_a_penalty_of_gradients_by_hand():
+    compare_by_hand(Wasserstein, WassersteinSteps, (4,))
 
 
 def test_the_program_of_the_page(tmp_path):

@@ -373,6 +373,22 @@ def test_a_window_that_is_one_forward_has_any_loss():
     assert modes == [0, 0]  # It takes the time of Trainer's own: nothing is noted.
 
 
+@pytest.mark.parametrize(("head", "is_noted"), [("gpt2", False), ("answers", True)])
+def test_a_window_whose_loss_is_one_mean_is_noted_once(head, is_noted):
+    rows = make_rows(head, 16)
+    model, modes = make_model(head), []
+
+    def note(*_):
+        if torch.is_grad_enabled():
+            modes.append(torch._C._len_torch_function_stack() > 0)
+
+    model.register_forward_pre_hook(note)
+    arguments = make_arguments(gradient_accumulation_steps=2)
+    numbers = train(make_trainer(head, arguments, model=model, rows=rows, devices=None))
+    check(numbers, train_plainly(make_model(head), rows, 4))
+    assert modes[2:] == [is_noted] * 6
+
+
 def test_settings_that_are_refused():
     with pytest.raises(ValueError, match="torch_compile=True with 2 devices"):
         make_trainer("gpt2", make_arguments(torch_compile=True))

@@ -127,6 +127,23 @@ def grpo(**more):
     return trl.GRPOTrainer, trl.GRPOConfig, (make_language_model(),), data, more
 
 
+def rloo(**more):
+    import trl
+
+    _, _, models, data, settings = grpo(**more)
+    return trl.RLOOTrainer, trl.RLOOConfig, models, data, settings
+
+
+def distillation(**more):
+    import trl
+    from helpers.language_rows import language_rows, make_language_model, make_tokenizer
+
+    data = {"train_dataset": language_rows(13, "prompt"), "processing_class": make_tokenizer()}
+    models = make_language_model(), make_language_model(1)
+    settings = {"max_completion_length": 5, "max_steps": 3, "seed": 3, **more}
+    return trl.DistillationTrainer, trl.DistillationConfig, models, data, settings
+
+
 def sentences(loss, *columns, **others):
     from helpers.language_rows import language_rows, make_tokenizer
     from sentence_transformers import (
@@ -174,6 +191,7 @@ CASES = {
     "dapo": functools.partial(grpo, loss_type="dapo"),
     # It was divided by the number of tokens, as the rest of the loss.
     "dapo and the entropy": functools.partial(grpo, loss_type="dapo", entropy_coef=0.5),
+    "rloo": functools.partial(rloo, beta=0.0),
     "cosines": functools.partial(sentences, "CosineSimilarityLoss", "a", "b", score=SCORES),
     "a head": functools.partial(
         sentences, "SoftmaxLoss", "a", "b", label=[number % 5 for number in range(13)]
@@ -300,6 +318,7 @@ def test_micro_batches_of_trl_differ():
             "for some rows, and .* for others|is not a function of sums",
         ),  # a mean over tokens, expanded to rows
         (functools.partial(kto), "KTO has a mean over the rows"),
+        (distillation, "is not a function of sums over the rows"),
         (
             functools.partial(sentences, "MultipleNegativesRankingLoss", "a", "b"),
             "depend on each other",
@@ -322,3 +341,13 @@ def test_an_update_that_is_one_forward_may_have_negatives_in_its_batch():
     case = functools.partial(sentences, "MultipleNegativesRankingLoss", "a", "b")
     expected = run(case, evaluates=False, is_exact=False, per_device_train_batch_size=6)
     compare(run(case, evaluates=False, per_device_train_batch_size=6), expected)
+
+
+def test_the_page_has_each_trainer_that_trl_exports():
+    import trl
+    from helpers.pages import ROOT
+
+    page = (ROOT / "docs/recipes/trainer.md").read_text()
+    names = [name for name in dir(trl) if name.endswith("Trainer")]
+    assert len(names) >= 7
+    assert not [name for name in names if f"| `{name}` |" not in page]

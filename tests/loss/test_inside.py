@@ -444,3 +444,59 @@ def test_a_model_can_be_copied_after_its_loss_was_noted(way):
     losses = train(model, criterion, tuple(inputs), way, updates=1, lr=0.0)
     for copied in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
         assert criterion(copied(*inputs)).item() == pytest.approx(losses[0])
+
+
+class Labelled(nn.Module):
+    """A model whose output is one mean, to which a penalty comes later."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(4, affine=False)
+        self.later = ""
+        self.modes = []  # The modes of torch in each forward with a graph.
+
+    def forward(self, inputs, labels):
+        if torch.is_grad_enabled():
+            self.modes.append(torch._C._len_torch_function_stack())
+        outputs = self.layer(inputs)
+        self.norm(inputs)
+        loss = F.cross_entropy(
+            outputs, labels, label_smoothing=0.1 if self.later == "smoothing" else 0.0
+        )
+        if self.later == "a factor":
+            return loss * 0.5
+        if self.later == "another mean":
+            return loss + 0.1 * F.nll_loss(outputs.log_softmax(1), labels)
+        return loss + outputs.square().mean() if self.later == "a penalty" else loss
+
+
+def labelled_rows():
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(12, 4).double(), torch.randint(3, (12,))
+    labels[:3] = labels[5] = -100  # The first micro-batch has no labels.
+    return inputs, labels
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("later", ["", "smoothing", "a factor", "another mean", "a penalty"])
+def test_a_mean_runs_without_notes_until_it_is_another_loss(later, devices):
+    rows = labelled_rows()
+    net = Labelled().double()
+    plain = Plain(net, lambda loss: loss)
+    model = DataParallelModel(net, ["cpu"] * devices)
+    update = make_update(model, DataParallelCriterion(lambda loss: loss), 3, 0.1)
+    for number in range(7):
+        net.later = plain.module.later = later if number > 4 else ""
+        net.modes.clear()
+        assert update(rows).item() == pytest.approx(plain(rows).item(), rel=1e-12)
+        for found, parameter in zip(net.parameters(), plain.parameters, strict=True):
+            assert_close(found, parameter, rtol=1e-10, atol=1e-12)
+        if number in (1, 2, 3, 4):
+            assert not any(net.modes)
+        if number == 5 and later:
+            assert any(net.modes)
+        if number == 6 and later:
+            assert all(net.modes)
+    if later != "a penalty":  # It has two counts, so that the update is made anew in two passes.
+        assert net.norm.num_batches_tracked == 28 // devices
