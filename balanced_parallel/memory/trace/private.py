@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # pytorch#65761, #175082
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -44,3 +45,35 @@ def shared_id(module: nn.Module) -> int:
     have the same table of hooks.
     """
     return id(module._state_dict_hooks)
+
+
+class FakeMode(FakeTensorMode):
+    """A fake mode with a short key for its cache of results. That of torch looks for symbolic sizes,
+    and takes a quarter of the time of a trace.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leaves out a wrapper of torch around each operator: nothing is compiled in a trace."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        return self.dispatch(func, types, args, kwargs)
+
+    def _prep_args_for_hash(self, result: list[object], args: Any, *rest: Any) -> None:
+        if isinstance(args, dict):
+            args = *args, *args.values()
+        result.append((type(args), len(args)))
+        for arg in args:
+            if type(arg) is FakeTensor and arg.layout is torch.strided and arg.constant is None:
+                place = arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device
+                result.append((*place, arg.dtype, arg.requires_grad, arg.is_conj(), arg.is_neg()))
+            elif type(arg) in _HASHED_AS_IT_IS:
+                result.append((type(arg), arg))  # 1 and 1.0 are not the same
+            else:
+                super()._prep_args_for_hash(result, [arg], *rest)
+
+
+_HASHED_AS_IT_IS = {int, float, bool, str, type(None), torch.dtype, torch.device}

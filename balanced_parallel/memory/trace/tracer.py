@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (  # torch has no public module of fake tensors
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.optim import Optimizer
@@ -45,7 +44,7 @@ from . import fakes
 from .allocations import PACKAGE, Count, Trace, ordered
 from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
-from .private import leaves_of_tree
+from .private import FakeMode, leaves_of_tree
 from .stacks import NotRepeating, extend_traces, find_repeated, find_stack
 from .values import is_small
 
@@ -288,7 +287,7 @@ def _is_of_package(error: Exception) -> bool:
 
 def _trace(request: Request, rows: int) -> Trace:
     """Traces the module, or the module with only some blocks of a stack."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode(allow_non_fake_inputs=True)
     stack = find_stack(request.module) if request.blocks else None
     with nullcontext() if stack is None else stack.cut(request.blocks or 0):
         module, criterion, optimizer = fakes.fake_copy(
