@@ -19,7 +19,17 @@ from ..diagnostics.reasons import statistics_of
 from ..runtime.values import format_bytes
 from .lines import Lines, most_that_fit
 from .problem import Request
-from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
+from .savings import (
+    CHECKPOINTS,
+    OFFLOADED,
+    ON_HOST,
+    SHARDS,
+    SPREAD,
+    PlannedSaving,
+    Stage,
+    savings_of,
+    with_savings,
+)
 from .trace.layouts import LAYOUTS, OptimizerChoice, trained
 from .trace.stacks import find_repeated
 from .trace.tracer import ProgramError, try_traces
@@ -142,6 +152,7 @@ def row_of(choice: Choice) -> list[str]:
 TAKES_ANY_ROWS = "a plan needs a module, a criterion and an optimizer that take any number of rows"
 SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no trace has
 MARGIN_OF_SHARDS = 0.1  # published programs of FSDP need more than is predicted
+_COSTLY = {CHECKPOINTS, OFFLOADED}  # savings that take time
 BASE = 2  # rows per device in the first of two traces
 
 
@@ -567,22 +578,34 @@ class Search:
         # Each layout needs less memory than those before it.
         for group in [least], others[::-1]:
             fitting = itertools.takewhile(lambda layout: self._may_fit(layout, ladder), group)
-            layouts = list(fitting)
-            if any(self._fit_fast(layouts, step) for step in further):
+            if self._fit_in_steps(list(fitting), further):
                 return True
             if not self._any_fits():
                 return False
         return True
 
-    def _may_fit(self, layout: Combination, ladder: list[Combination]) -> bool:
-        """Returns False if a layout does not fit with the last two steps of a ladder, which need
-        the least memory.
+    def _fit_in_steps(self, layouts: list[Combination], steps: list[Combination]) -> bool:
+        """Traces steps of a ladder until a choice is fast.
+
+        Of those that cost no time the last needs the least memory. If it is slow, so are those
+        before it, which are left out.
         """
-        if any(self._fits(option) for option in self._make([(*layout, *ladder[0])])):
+        free = list(itertools.takewhile(lambda step: _COSTLY.isdisjoint(step), steps))
+        options = self._options(layouts, free[-1]) if free else []
+        is_fast = any(self._fits(option) and self._is_fast() for option in options)
+        if not is_fast and self._are_traced(options):
+            steps = steps[len(free) :]
+        return any(self._fit_fast(layouts, step) for step in steps)
+
+    def _may_fit(self, layout: Combination, ladder: list[Combination]) -> bool:
+        """Returns False if a layout does not fit with the steps of a ladder that need the least
+        memory.
+        """
+        if any(map(self._fits, self._options([layout], ladder[0]))):
             return True
-        last = self._make((*layout, *step) for step in ladder[-2:])
-        results = [self._fits(option) for option in last]
-        return any(results) or not self._are_traced(last)
+        last = [step for step in ladder if not _COSTLY.isdisjoint(step)] or ladder[-2:]
+        options = self._make((*layout, *step) for step in last)
+        return any(map(self._fits, options)) or not self._are_traced(options)
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())
@@ -595,13 +618,17 @@ class Search:
 
         A saving that cannot be traced is left out.
         """
-        combination = [saving for saving in step if saving not in self._failing]
-        options = self._make((*layout, *combination) for layout in layouts)
+        options = self._options(layouts, step)
         if any(self._fits(option) and self._is_fast() for option in options):
             return True
-        if combination and options and not self._are_traced(options):
-            self._failing.add(combination[-1])
+        if step and options and not self._are_traced(options):
+            self._failing.add([saving for saving in step if saving not in self._failing][-1])
         return False
+
+    def _options(self, layouts: Iterable[Combination], step: Combination) -> list["Option"]:
+        """Returns a step of a ladder with some layouts, without savings that cannot be traced."""
+        combination = [saving for saving in step if saving not in self._failing]
+        return self._make((*layout, *combination) for layout in layouts)
 
     def _make(self, combinations: Iterable[Combination]) -> list[Option]:
         """Returns an option for each of the combinations that suit the request."""

@@ -170,6 +170,17 @@ SHARDS = PlannedSaving(
     suits=lambda request: _is_divisible(request) and not request.layout.is_sharded,
     change=_shard,
 )
+CHECKPOINTS = PlannedSaving(
+    applied.CHECKPOINT,
+    suits=lambda request: has_parts(request.module),
+    instead_of=applied.SELECTIVE,
+    line="savings.checkpoint_activations(module)",
+)
+OFFLOADED = PlannedSaving(
+    applied.OFFLOAD,
+    suits=lambda request: request.kind.like_cuda,  # nothing is offloaded from a CPU
+    line="with savings.offload_activations():",
+)
 PLANNED = (
     PlannedSaving(
         Saving("2 micro-batches", "micro-batches", "smaller kernels"),
@@ -208,12 +219,7 @@ PLANNED = (
         suits=lambda request: has_parts(request.module),
         line="savings.checkpoint_activations(module, selective=True)",
     ),
-    PlannedSaving(
-        applied.CHECKPOINT,
-        suits=lambda request: has_parts(request.module),
-        instead_of=applied.SELECTIVE,
-        line="savings.checkpoint_activations(module)",
-    ),
+    CHECKPOINTS,
     PlannedSaving(
         Saving(
             "nn.LeakyReLU(inplace=True)",
@@ -230,11 +236,7 @@ PLANNED = (
         ),
         "by hand",
     ),
-    PlannedSaving(
-        applied.OFFLOAD,
-        suits=lambda request: request.kind.like_cuda,  # nothing is offloaded from a CPU
-        line="with savings.offload_activations():",
-    ),
+    OFFLOADED,
     PlannedSaving(
         applied.BF16,
         "arithmetic",
