@@ -521,8 +521,9 @@ class Search:
         return [saving for saving in savings_of(stage) if saving.apply(self.request)]
 
     def _fits(self, option: Option) -> bool:
-        """Traces an option."""
-        if option not in self.choices and option.name not in self.skipped:
+        """Traces an option that has a chance to fit."""
+        is_new = option not in self.choices and option.name not in self.skipped
+        if is_new and self._may_fit_by_spreading(option):
             _log.info("trying: %s", option.name)
             try:
                 choice = option.choose(next(iter(self.choices), option))
@@ -535,6 +536,16 @@ class Search:
                 if isinstance(error, ProgramError) and not self.choices:
                     raise ProgramError(f"{option.name}: {error}; {TAKES_ANY_ROWS}") from error
         return option in self.choices and self.choices[option].fits
+
+    def _may_fit_by_spreading(self, option: Option) -> bool:
+        """Returns False if, without BalancedOptimizer, an option misses by more than the state and
+        the update of the optimizer take.
+        """
+        plain = self._option(tuple(saving for saving in option.savings if saving is not SPREAD))
+        if plain is None or plain is option or plain not in self.choices:
+            return True
+        missing = plain.lines(2).at_least(0, plain.step) + plain.context - max(plain.limits)
+        return missing <= plain.held - option.held + 4 * plain.gradients
 
     def _is_fast(self) -> bool:
         """Returns True if a choice fits whose time is within a half of the least: no recomputation,
@@ -573,7 +584,11 @@ class Search:
         first, *further = ladder
         if self._fit_fast(layouts, first):
             return True
-        traced = [layout for layout in layouts if self._are_traced(self._make([(*layout, *first)]))]
+        traced = [
+            layout
+            for layout in layouts
+            if any(each.name not in self.skipped for each in self._make([(*layout, *first)]))
+        ]
         *others, least = traced or layouts
         # Each layout needs less memory than those before it.
         for group in [least], others[::-1]:

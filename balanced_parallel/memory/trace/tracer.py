@@ -231,7 +231,8 @@ def _run_in_processes(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> 
 def _traces_of(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T | Trace]:
     """Returns a trace of each job: from few blocks where these repeat, else from ``run``."""
     repeated: list[Trace | None] = []
-    for _, group in itertools.groupby(jobs, key=lambda job: id(job[0])):
+    # One row of a device is a special case for torch, with other operators.
+    for _, group in itertools.groupby(jobs, lambda job: (id(job[0]), job[1] > job[0].row_step)):
         requests, numbers = zip(*group, strict=True)
         repeated += trace_few(requests[0], numbers)
     missing = [job for job, trace in zip(jobs, repeated, strict=True) if trace is None]
