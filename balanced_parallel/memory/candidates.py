@@ -454,14 +454,14 @@ class Search:
         self._failing = set[PlannedSaving]()
         self._option = functools.cache(self._make_option)
         savings = self._suited("layout")
+        on_host = [(saving,) for saving in savings if saving is ON_HOST]
         layouts: list[Combination] = [
             (),
             *((saving,) for saving in savings if saving is not ON_HOST),
         ]
-        self._groups = [layouts]  # The layouts of a group are tried together.
-        # shards of FSDP2 over several devices need no more of each
-        if ON_HOST in savings and len(capacity) == 1:
-            self._groups.append([(ON_HOST,)])
+        # The layouts of a group are tried together. Shards over several devices need no more of
+        # each than an optimizer on the host.
+        self._groups = [layouts] if len(capacity) > 1 else [layouts, on_host]
         self._least = layouts[-1]
         self._traffic = min(option.traffic(1) for option in self._make(layouts))
         self._leave_out_large()
@@ -552,12 +552,10 @@ class Search:
         in one micro-batch.
         """
         first, *_ = choices = list(self.choices.values())
-        least = {
-            name: replace(first, traffic=self._traffic, host_traffic=0, precision=name).work
-            for name in OPERATIONS_PER_BYTE
-        }
+        least = replace(first, traffic=self._traffic, host_traffic=0)
         return any(
-            choice.fits and choice.work <= 1.5 * least[choice.precision] for choice in choices
+            choice.fits and choice.work <= 1.5 * replace(least, precision=choice.precision).work
+            for choice in choices
         )
 
     def _ladders(self) -> list[list[Combination]]:
@@ -616,11 +614,9 @@ class Search:
         """Returns False if a layout does not fit with the steps of a ladder that need the least
         memory.
         """
-        if any(map(self._fits, self._options([layout], ladder[0]))):
-            return True
         last = [step for step in ladder if not _COSTLY.isdisjoint(step)] or ladder[-2:]
-        options = self._make((*layout, *step) for step in last)
-        return any(map(self._fits, options)) or not self._are_traced(options)
+        first, *options = self._make((*layout, *step) for step in (ladder[0], *last))
+        return any(map(self._fits, (first, *options))) or not self._are_traced(options)
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())

@@ -134,7 +134,13 @@ class MemoryPlan:
     def _fit(self) -> str:
         if self.fits:
             how = f"{self._rows} in {_count(self.chosen.micro_batches, 'micro-batch', 'es')}"
-            return f"fits: yes, {self._filled(how)}"
+            sizes = zip(self.chosen.reserved, self.capacity, strict=False)  # ranks are alike
+            reserved, capacity = max(sizes, key=lambda pair: pair[0] / pair[1])
+            used = f"{values.format_bytes(reserved)} of {values.format_bytes(capacity)}"
+            left = f"{values.format_bytes(capacity - reserved)} left"
+            if reserved > 0.98 * capacity:
+                return f"fits: yes, with only {left}, {how}, {used}"
+            return f"fits: yes, {how}, {used}, {left}"
         assert self.needs is not None
         size, count = self.needs
         of_size = f"devices of {values.format_bytes(max(self.capacity))}"
@@ -149,20 +155,6 @@ class MemoryPlan:
         if self.chosen.split:
             return f"{' + '.join(f'{weight:.0f}' for weight in self.chosen.split)} rows at most"
         return f"{_count(-(-self.batch_size // (self.devices * self.chosen.micro_batches)), 'row')} per device"
-
-    def _filled(self, how: str) -> str:
-        """Returns how the batch runs, what the fullest device has of it, and what is left there:
-        first if that is little.
-        """
-        sizes = zip(self.chosen.reserved, self.capacity, strict=False)  # ranks are alike
-        reserved, capacity = max(sizes, key=lambda pair: pair[0] / pair[1])
-        used = f"{values.format_bytes(reserved)} of {values.format_bytes(capacity)}"
-        left = f"{values.format_bytes(capacity - reserved)} left"
-        return (
-            f"with only {left}, {how}, {used}"
-            if reserved > 0.98 * capacity
-            else f"{how}, {used}, {left}"
-        )
 
     def apply(
         self,
@@ -437,7 +429,11 @@ def plan(
         dim=dim,
         untried=tuple(search.untried()),
         skipped=tuple(search.skipped.items()),
-        remarks=_remarks(),
+        remarks=tuple(
+            f"{planned.saving.name} ({planned.saving.cost})"
+            for planned in savings_of("by hand", "optimizer")
+            if not planned.change
+        ),
         unknown_divisor=not (best.is_whole or wrap(criterion).kind.knows_divisor),
         kind_capacity=request.kind.capacity,
         assumed=request.kind.remarks(best.precision),
@@ -446,14 +442,6 @@ def plan(
         return result
     lines = write_program(result, module, criterion, optimizer)
     return dataclasses.replace(result, lines=lines, report=_report(how, best))
-
-
-def _remarks() -> tuple[str, ...]:
-    """Returns the savings that no trace has, with their costs."""
-    others = [
-        planned.saving for planned in savings_of("by hand", "optimizer") if not planned.change
-    ]
-    return tuple(f"{saving.name} ({saving.cost})" for saving in others)
 
 
 def _report(option: Option, choice: Choice) -> MemoryReport:

@@ -230,8 +230,8 @@ class Count(TorchDispatchMode):
         self._take(func, args, selected(func, args))
         if self.kind.is_gpu:
             self._take(func, args, convolution_workspace(func, args, result), MAYBE)
-            for limited in embedding_workspaces(func, args):
-                self._take(func, args, limited[0], "temporaries", *limited[1:])
+            for size, *bounds in embedding_workspaces(func, args):
+                self._take(func, args, size, "temporaries", *bounds)
         self.events += range(-first - 1, -len(self.blocks) - 1, -1)
 
     def _take(
@@ -240,13 +240,12 @@ class Count(TorchDispatchMode):
         args: tuple[Any, ...],
         size: int,
         kind: str = "temporaries",
-        least: int = 0,
-        most: int = UNLIMITED,
+        *bounds: int,
     ) -> None:
         """Records a block of an operator."""
         if size:
-            device = str(args[0].device)
-            block = Block(device, size, kind, str(func), *self._place(), least=least, most=most)
+            place = self._place()
+            block = Block(str(args[0].device), size, kind, str(func), *place, 0, *bounds)
             self.blocks.append(block)
             self.events.append(len(self.blocks))
 

@@ -52,16 +52,6 @@ class FakeMode(FakeTensorMode):
     and takes a quarter of the time of a trace.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Leaves out a wrapper of torch around each operator: nothing is compiled in a trace."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        return self.dispatch(func, types, args, kwargs)
-
     def _prep_args_for_hash(self, result: list[object], args: Any, *rest: Any) -> None:
         if isinstance(args, dict):
             args = *args, *args.values()
@@ -70,10 +60,7 @@ class FakeMode(FakeTensorMode):
             if type(arg) is FakeTensor and arg.layout is torch.strided and arg.constant is None:
                 place = arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device
                 result.append((*place, arg.dtype, arg.requires_grad, arg.is_conj(), arg.is_neg()))
-            elif type(arg) in _HASHED_AS_IT_IS:
+            elif isinstance(arg, (int, float, torch.dtype, torch.device)) or arg is None:
                 result.append((type(arg), arg))  # 1 and 1.0 are not the same
             else:
                 super()._prep_args_for_hash(result, [arg], *rest)
-
-
-_HASHED_AS_IT_IS = {int, float, bool, str, type(None), torch.dtype, torch.device}

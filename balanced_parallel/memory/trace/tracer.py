@@ -274,16 +274,12 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | ValueError:
     except Exception as error:
         if _runs_in_parent_only(error):
             raise
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_of_package = frame.f_code.co_filename.startswith(PACKAGE)
         is_refused = isinstance(error, ValueError)
         prefix = "" if is_refused else f"{type(error).__name__}: "
         reason = f"{prefix}{error}".splitlines()[0]
-        return ValueError(reason) if is_refused and _is_of_package(error) else ProgramError(reason)
-
-
-def _is_of_package(error: Exception) -> bool:
-    """Returns True for an error that a file of this package raised."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code.co_filename.startswith(PACKAGE)
+        return ValueError(reason) if is_refused and is_of_package else ProgramError(reason)
 
 
 def _trace(request: Request, rows: int) -> Trace:
