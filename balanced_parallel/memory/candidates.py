@@ -463,25 +463,8 @@ class Search:
         # each than an optimizer on the host.
         self._groups = [layouts] if len(capacity) > 1 else [layouts, on_host]
         self._least = layouts[-1]
+        self._last = [*itertools.chain(*self._groups)][-1]
         self._traffic = min(option.traffic(1) for option in self._make(layouts))
-        self._leave_out_large()
-
-    def _leave_out_large(self) -> None:
-        """Leaves out layouts whose tensors leave less than a fifth of a device: temporaries of an
-        update take as much.
-
-        On one device a fused optimizer, which has none, comes before the host. The last layout is
-        traced in any case.
-        """
-        share = 1.0 if len(self.capacity) == 1 else 0.8
-        *others, _ = itertools.chain(*self._groups)
-        for option in self._make(others):
-            if option.held > share * max(self.capacity):
-                self._groups[0].remove(option.savings)
-                held = format_bytes(option.held)
-                self.skipped[option.name] = (
-                    f"parameters, gradients and optimizer state take {held} per device"
-                )
 
     def run(self) -> None:
         """Traces options until the end, Ctrl-C or ``TimeoutError``, which is raised if none fits."""
@@ -523,7 +506,7 @@ class Search:
     def _fits(self, option: Option) -> bool:
         """Traces an option that has a chance to fit."""
         is_new = option not in self.choices and option.name not in self.skipped
-        if is_new and self._may_fit_by_spreading(option):
+        if is_new and self._has_a_chance(option):
             _log.info("trying: %s", option.name)
             try:
                 choice = option.choose(next(iter(self.choices), option))
@@ -537,10 +520,21 @@ class Search:
                     raise ProgramError(f"{option.name}: {error}; {TAKES_ANY_ROWS}") from error
         return option in self.choices and self.choices[option].fits
 
-    def _may_fit_by_spreading(self, option: Option) -> bool:
-        """Returns False if, without BalancedOptimizer, an option misses by more than the state and
-        the update of the optimizer take.
+    def _has_a_chance(self, option: Option) -> bool:
+        """Returns False if the tensors of an option leave less than a fifth of a device, which an
+        update needs, or if it misses without BalancedOptimizer by more than its optimizer takes.
+
+        On one device a fused optimizer, which needs nothing, comes before the host. The last layout
+        is traced in any case.
         """
+        share = 1.0 if len(self.capacity) == 1 else 0.8
+        is_last = set(self._last).issubset(option.savings)
+        if not is_last and option.held > share * max(self.capacity):
+            held = format_bytes(option.held)
+            self.skipped[option.name] = (
+                f"parameters, gradients and optimizer state take {held} per device"
+            )
+            return False
         plain = self._option(tuple(saving for saving in option.savings if saving is not SPREAD))
         if plain is None or plain is option or plain not in self.choices:
             return True

@@ -33,7 +33,7 @@ from ..strategies.parallelize import detect_ranks
 from .candidates import HEADERS, TAKES_ANY_ROWS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import MakeOptimizer, make_report, make_request
 from .problem import LossFunction, Problem
-from .report import Capacity, MemoryReport, json_of, parse_each, sizes_as_text, write_page
+from .report import Capacity, MemoryReport, json_of, parse_each, write_page
 from .savings import PLANNED, savings_of
 from .trace.layouts import OptimizerChoice, wrap
 from .trace.tracer import keeping_processes
@@ -284,7 +284,9 @@ class MemoryPlan:
     def _title(self) -> str:
         hosts = f"{self.hosts} hosts of " if self.hosts > 1 else ""
         devices = f"{hosts}{self.devices // self.hosts} x {self.device_kind}"
-        return f"{self.batch_size} rows per update on {devices} with {sizes_as_text(self.capacity)}"
+        sizes = self.capacity if len(set(self.capacity)) > 1 else self.capacity[:1]
+        capacity = " + ".join(map(values.format_bytes, sizes))
+        return f"{self.batch_size} rows per update on {devices} with {capacity}"
 
     def _notes(self, verbose: bool = False) -> Iterator[str]:
         yield _RESERVED
@@ -500,8 +502,11 @@ def write_program(
             *(f"{line}  # each of several" for line in lines_of("change_optimizer")),
             *indented([*around, "update(module, optimizer, *inputs, *targets)"]),
         )
+    hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
+    command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
+    start = f"# {command}; every rank passes its own rows, {plan.batch_size} in all"
     return (
-        *_launch(plan),
+        *[start] * chosen.is_distributed,
         "import torch",
         f"from balanced_parallel import {', '.join(names)}",
         "",
@@ -519,15 +524,6 @@ def indented(lines: Iterable[str]) -> Iterator[str]:
     """Yields lines that are inside of each other."""
     for depth, line in enumerate(lines):
         yield "    " * depth + line
-
-
-def _launch(plan: MemoryPlan) -> list[str]:
-    """Returns the line that says how ranks are started, if the plan has some."""
-    if not plan.chosen.is_distributed:
-        return []
-    hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
-    command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
-    return [f"# {command}; every rank passes its own rows, {plan.batch_size} in all"]
 
 
 def _optimizer(

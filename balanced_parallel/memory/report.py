@@ -374,11 +374,6 @@ def _verdict(report: MemoryReport, limits: Sequence[int]) -> str:
     return f"fits: yes, {used}, {format_bytes(limit - needs)} left"
 
 
-def sizes_as_text(sizes: Sequence[int]) -> str:
-    """Returns the bytes of each device as text, or of one if all have as many."""
-    return " + ".join(map(format_bytes, sizes if len(set(sizes)) > 1 else sizes[:1]))
-
-
 def title_of(report: MemoryReport) -> str:
     """Returns the layout, the devices, the precision and the rows, as text."""
     size = f"{report.micro_batches} micro-batch(es) of {report.rows} rows"
