@@ -30,7 +30,7 @@ from .savings import (
     savings_of,
     with_savings,
 )
-from .trace.layouts import LAYOUTS, OptimizerChoice, trained
+from .trace.layouts import LAYOUTS, trained
 from .trace.stacks import find_repeated
 from .trace.tracer import ProgramError, try_traces
 
@@ -207,12 +207,9 @@ class Option:
     @property
     def held(self) -> int:
         """Bytes of parameters, gradients and optimizer state on a device without shards."""
-        optimizer = self.request.optimizer
-        state = 0
-        if isinstance(optimizer, OptimizerChoice):
-            state = optimizer.state_bytes(self.learned)
+        state: int = self.request.optimizer.state_bytes(self.learned)
         owners = self.request.devices if self.request.balanced else 1
-        buffers = sum(buffer.nbytes for buffer in self.request.module.buffers())
+        buffers: int = sum(buffer.nbytes for buffer in self.request.module.buffers())
         return self.parameters + buffers + self.gradients + state // owners
 
     @property
@@ -267,12 +264,11 @@ class Option:
         if they fit.
         """
         lines = self.lines(micro_batches)
-
-        def of_device(device: int) -> int:
-            limit = self.limits[device] if fits else None
-            return self.context + (lines.reserved(device, rows[device] * self.step, limit) or 0)
-
-        return [of_device(device) for device in self.request.traced_devices]
+        limits = self.limits if fits else [None] * len(self.limits)
+        return [
+            self.context + (lines.reserved(device, rows[device] * self.step, limits[device]) or 0)
+            for device in self.request.traced_devices
+        ]
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
         """Returns the rows that fit on each device in one forward, at most ``share``."""
@@ -454,7 +450,7 @@ class Search:
         self._failing = set[PlannedSaving]()
         self._option = functools.cache(self._make_option)
         savings = self._suited("layout")
-        on_host = [(saving,) for saving in savings if saving is ON_HOST]
+        on_host: list[Combination] = [(saving,) for saving in savings if saving is ON_HOST]
         layouts: list[Combination] = [
             (),
             *((saving,) for saving in savings if saving is not ON_HOST),
@@ -463,7 +459,7 @@ class Search:
         # each than an optimizer on the host.
         self._groups = [layouts] if len(capacity) > 1 else [layouts, on_host]
         self._least = layouts[-1]
-        self._last = [*itertools.chain(*self._groups)][-1]
+        *_, self._last = itertools.chain(*self._groups)
         self._traffic = min(option.traffic(1) for option in self._make(layouts))
 
     def run(self) -> None:
@@ -536,7 +532,7 @@ class Search:
             )
             return False
         plain = self._option(tuple(saving for saving in option.savings if saving is not SPREAD))
-        if plain is None or plain is option or plain not in self.choices:
+        if plain is None or plain not in self.choices:
             return True
         missing = plain.lines(2).at_least(0, plain.step) + plain.context - max(plain.limits)
         return missing <= plain.held - option.held + 4 * plain.gradients
@@ -597,7 +593,7 @@ class Search:
         Of those that cost no time the last needs the least memory. If it is slow, so are those
         before it, which are left out.
         """
-        free = list(itertools.takewhile(lambda step: _COSTLY.isdisjoint(step), steps))
+        free = list(itertools.takewhile(_COSTLY.isdisjoint, steps))
         options = self._options(layouts, free[-1]) if free else []
         is_fast = any(self._fits(option) and self._is_fast() for option in options)
         if not is_fast and self._are_traced(options):
@@ -608,7 +604,7 @@ class Search:
         """Returns False if a layout does not fit with the steps of a ladder that need the least
         memory.
         """
-        last = [step for step in ladder if not _COSTLY.isdisjoint(step)] or ladder[-2:]
+        last = [*itertools.filterfalse(_COSTLY.isdisjoint, ladder)] or ladder[-2:]
         first, *options = self._make((*layout, *step) for step in (ladder[0], *last))
         return any(map(self._fits, (first, *options))) or not self._are_traced(options)
 

@@ -167,8 +167,7 @@ def compare_kinds(
     comparison = KindComparison()
     for name, kind in kinds.items():
         of_kind = dataclasses.replace(request, kind=kind)
-        lines = Lines(of_kind, source.first, source.second)
-        comparison[name] = make_report(of_kind, rows, lines)
+        comparison[name] = make_report(of_kind, rows, Lines(of_kind, source.first, source.second))
     return comparison
 
 

@@ -50,11 +50,9 @@ class Lines:
         self.start = first.marks["second"]  # the first event of the second update
         places = {str(device): place for place, device in enumerate(fake_devices(request.devices))}
         # Workspaces have the size of those of the request's kind, which the trace may not have.
-        workspace = request.kind.workspace
+        sizes = {"workspace": request.kind.workspace}
         self._bytes = [
-            np.array(
-                [workspace if each.kind == "workspace" else each.size for each in trace.blocks]
-            )
+            np.array([sizes.get(each.kind, each.size) for each in trace.blocks], dtype=np.int64)
             for trace in (first, second or first)
         ]
         self._lower = np.array([block.least for block in first.blocks], dtype=np.int64)

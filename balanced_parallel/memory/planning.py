@@ -33,7 +33,7 @@ from ..strategies.parallelize import detect_ranks
 from .candidates import HEADERS, TAKES_ANY_ROWS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import MakeOptimizer, make_report, make_request
 from .problem import LossFunction, Problem
-from .report import Capacity, MemoryReport, json_of, parse_each, write_page
+from .report import Capacity, MemoryReport, json_of, parse_each, verdict_of, write_page
 from .savings import PLANNED, savings_of
 from .trace.layouts import OptimizerChoice, wrap
 from .trace.tracer import keeping_processes
@@ -134,13 +134,8 @@ class MemoryPlan:
     def _fit(self) -> str:
         if self.fits:
             how = f"{self._rows} in {_count(self.chosen.micro_batches, 'micro-batch', 'es')}"
-            sizes = zip(self.chosen.reserved, self.capacity, strict=False)  # ranks are alike
-            reserved, capacity = max(sizes, key=lambda pair: pair[0] / pair[1])
-            used = f"{values.format_bytes(reserved)} of {values.format_bytes(capacity)}"
-            left = f"{values.format_bytes(capacity - reserved)} left"
-            if reserved > 0.98 * capacity:
-                return f"fits: yes, with only {left}, {how}, {used}"
-            return f"fits: yes, {how}, {used}, {left}"
+            # Ranks are alike.
+            return verdict_of(zip(self.chosen.reserved, self.capacity, strict=False), f"{how}, ")
         assert self.needs is not None
         size, count = self.needs
         of_size = f"devices of {values.format_bytes(max(self.capacity))}"
@@ -502,7 +497,7 @@ def write_program(
             *(f"{line}  # each of several" for line in lines_of("change_optimizer")),
             *indented([*around, "update(module, optimizer, *inputs, *targets)"]),
         )
-    hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
+    hosts = f" --nnodes={plan.hosts}" * (plan.hosts > 1)
     command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
     start = f"# {command}; every rank passes its own rows, {plan.batch_size} in all"
     return (

@@ -95,9 +95,8 @@ def _is_divisible(request: Request) -> bool:
 
 
 def _shard(request: Request) -> Request:
-    optimizer = request.optimizer
     # Shards of matrices are not enough for Muon and others.
-    balanced = isinstance(optimizer, OptimizerChoice) and optimizer.needs_whole_parameters
+    balanced = request.optimizer.needs_whole_parameters
     return replace(request, layout=FSDP, split=None, balanced=balanced)
 
 

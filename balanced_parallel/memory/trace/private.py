@@ -58,9 +58,9 @@ class FakeMode(FakeTensorMode):
         result.append((type(args), len(args)))
         for arg in args:
             if type(arg) is FakeTensor and arg.layout is torch.strided and arg.constant is None:
-                place = arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device
-                result.append((*place, arg.dtype, arg.requires_grad, arg.is_conj(), arg.is_neg()))
+                result += arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device
+                result += arg.dtype, arg.requires_grad, arg.is_conj(), arg.is_neg()
             elif isinstance(arg, (int, float, torch.dtype, torch.device)) or arg is None:
-                result.append((type(arg), arg))  # 1 and 1.0 are not the same
+                result += type(arg), arg  # 1 and 1.0 are not the same
             else:
                 super()._prep_args_for_hash(result, [arg], *rest)
