@@ -136,8 +136,10 @@ def row_of(choice: Choice) -> list[str]:
     if choice.statistics:
         differences.append(f"batch norm by {choice.statistics}")
     rows = " + ".join(f"{weight:.0f}" for weight in choice.split or [choice.micro_batch_size])
-    both = choice.allocated, choice.reserved
-    sizes = [" + ".join(map(format_bytes, each if choice.split else [max(each)])) for each in both]
+    sizes = [
+        " + ".join(map(format_bytes, each if choice.split else [max(each)]))
+        for each in (choice.allocated, choice.reserved)
+    ]
     return [
         choice.name,
         f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one",
@@ -458,7 +460,6 @@ class Search:
         # The layouts of a group are tried together. Shards over several devices need no more of
         # each than an optimizer on the host.
         self._groups = [layouts] if len(capacity) > 1 else [layouts, on_host]
-        self._least = layouts[-1]
         *_, self._last = itertools.chain(*self._groups)
         self._traffic = min(option.traffic(1) for option in self._make(layouts))
 
@@ -479,7 +480,7 @@ class Search:
             return
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
         for option in self._make(
-            (saving, *self._least, *exact) for saving in self._suited("optimizer")
+            (saving, *self._groups[0][-1], *exact) for saving in self._suited("optimizer")
         ):
             self._fits(option)
 
@@ -517,18 +518,22 @@ class Search:
         return option in self.choices and self.choices[option].fits
 
     def _has_a_chance(self, option: Option) -> bool:
-        """Returns False if the tensors of an option leave less than a fifth of a device, which an
-        update needs, or if it misses without BalancedOptimizer by more than its optimizer takes.
+        """Returns False if an option fits at once without savings that cost time, if its tensors
+        leave less than a fifth of a device, which an update needs, or if it misses without
+        BalancedOptimizer by more than its optimizer takes.
 
         On one device a fused optimizer, which needs nothing, comes before the host. The last layout
         is traced in any case.
         """
+        savings = set(option.savings)
+        for other, choice in self.choices.items():
+            less = set(other.savings)
+            if choice.micro_batches == 1 and less < savings <= less | _COSTLY:
+                return False
         share = 1.0 if len(self.capacity) == 1 else 0.8
-        is_last = set(self._last).issubset(option.savings)
-        if not is_last and option.held > share * max(self.capacity):
-            held = format_bytes(option.held)
+        if not savings.issuperset(self._last) and option.held > share * max(self.capacity):
             self.skipped[option.name] = (
-                f"parameters, gradients and optimizer state take {held} per device"
+                f"parameters, gradients and optimizer state take {format_bytes(option.held)} per device"
             )
             return False
         plain = self._option(tuple(saving for saving in option.savings if saving is not SPREAD))
@@ -541,8 +546,8 @@ class Search:
         """Returns True if a choice fits whose time is within a half of the least: no recomputation,
         in one micro-batch.
         """
-        first, *_ = choices = list(self.choices.values())
-        least = replace(first, traffic=self._traffic, host_traffic=0)
+        choices = [*self.choices.values()]
+        least = replace(choices[0], traffic=self._traffic, host_traffic=0)
         return any(
             choice.fits and choice.work <= 1.5 * replace(least, precision=choice.precision).work
             for choice in choices

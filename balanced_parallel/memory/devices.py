@@ -126,8 +126,9 @@ def find_kind(name: str | None) -> DeviceKind:
         kind = _in_table(properties.name)
         capability = 0 if torch.version.hip else properties.major
         called = kind.name if kind else properties.name
-        size, processors = properties.total_memory, properties.multi_processor_count
-        present = _gpu(called, size, processors, capability)
+        present = _gpu(
+            called, properties.total_memory, properties.multi_processor_count, capability
+        )
     if name is None:
         if present is not None:
             return present

@@ -209,7 +209,6 @@ def make_request(
         values.check_number(name, number, "a positive number", at_least=1, whole=True)
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
-    shares = split or LAYOUTS[layout].devices_per_process(devices)
     batch = batch or problem.batch
     wrapped = wrap(problem.criterion)
     couples_rows = wrapped.kind.couples_rows and layout != "step"
@@ -221,7 +220,9 @@ def make_request(
         scalar=problem.scalar,
         optimizer=OptimizerChoice(optimizer),
         precision=precision,
-        micro_batches=count_micro_batches(batch.rows or 0, micro_batch_size, shares),
+        micro_batches=count_micro_batches(
+            batch.rows or 0, micro_batch_size, split or LAYOUTS[layout].devices_per_process(devices)
+        ),
         layout=LAYOUTS[layout],
         devices=devices,
         balanced=balanced_optimizer,
@@ -305,9 +306,6 @@ def lines_of(request: Request, rows: int) -> OtherBatches:
     return OtherBatches(request, exact, lines)
 
 
-_COMPILED = "the module is compiled, and this is the estimate of the uncompiled module: fused operators may need less, or more"
-
-
 def make_report(
     request: Request,
     rows: int,
@@ -372,7 +370,9 @@ def _assumed(request: Request, lines: Lines, rows: int) -> dict[str, str]:
     if any(map(is_four_bit, request.module.modules())):
         assumed["4-bit weights"] = FOUR_BITS
     if any(map(is_compiled, request.module.modules())):
-        assumed["compiled"] = _COMPILED
+        assumed["compiled"] = (
+            "the module is compiled, and this is the estimate of the uncompiled module: fused operators may need less, or more"
+        )
     return assumed
 
 

@@ -26,7 +26,7 @@ from .candidates import SCALARS
 from .estimation import lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Problem, Request
-from .report import Capacity, Holder, MemoryReport, parse_each
+from .report import Capacity, MemoryReport, parse_each
 from .savings import ON_HOST, SHARDS, PlannedSaving, savings_of, with_savings
 from .trace.allocations import Trace
 from .trace.layouts import ExistingOptimizers, inner_optimizers
@@ -162,8 +162,8 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     report = make_report(request, rows, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
     holders = ", ".join(
-        f"{values.format_bytes(holder.bytes)} of {holder.part}{_place(holder)}"
-        for holder in report.where[worst][:3]
+        f"{values.format_bytes(size)} of {' in '.join(filter(None, places))}"
+        for size, *places in map(dataclasses.astuple, report.where[worst][:3])
     )
     savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDS]
     measured = saved_bytes(request, rows, max(report.allocated), savings)
@@ -179,11 +179,6 @@ def explain(request: Request, limits: Sequence[int]) -> str:
         f"one row per device needs {values.format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
         f"{values.format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
     )
-
-
-def _place(holder: Holder) -> str:
-    where = ", ".join(filter(None, (holder.module, holder.line)))
-    return f" ({where})" if where else ""
 
 
 def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request:

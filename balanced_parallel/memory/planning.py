@@ -133,7 +133,8 @@ class MemoryPlan:
     @property
     def _fit(self) -> str:
         if self.fits:
-            how = f"{self._rows} in {_count(self.chosen.micro_batches, 'micro-batch', 'es')}"
+            count = self.chosen.micro_batches
+            how = f"{self._rows} in {count} micro-batch{'es' * (count != 1)}"
             # Ranks are alike.
             return verdict_of(zip(self.chosen.reserved, self.capacity, strict=False), f"{how}, ")
         assert self.needs is not None
@@ -149,7 +150,8 @@ class MemoryPlan:
     def _rows(self) -> str:
         if self.chosen.split:
             return f"{' + '.join(f'{weight:.0f}' for weight in self.chosen.split)} rows at most"
-        return f"{_count(-(-self.batch_size // (self.devices * self.chosen.micro_batches)), 'row')} per device"
+        rows = -(-self.batch_size // (self.devices * self.chosen.micro_batches))
+        return f"{rows} row{'s' * (rows != 1)} per device"
 
     def apply(
         self,
@@ -277,10 +279,10 @@ class MemoryPlan:
 
     @property
     def _title(self) -> str:
-        hosts = f"{self.hosts} hosts of " if self.hosts > 1 else ""
+        hosts = f"{self.hosts} hosts of " * (self.hosts > 1)
         devices = f"{hosts}{self.devices // self.hosts} x {self.device_kind}"
-        sizes = self.capacity if len(set(self.capacity)) > 1 else self.capacity[:1]
-        capacity = " + ".join(map(values.format_bytes, sizes))
+        count = self.devices if len(set(self.capacity)) > 1 else 1
+        capacity = " + ".join(map(values.format_bytes, self.capacity[:count]))
         return f"{self.batch_size} rows per update on {devices} with {capacity}"
 
     def _notes(self, verbose: bool = False) -> Iterator[str]:
@@ -310,10 +312,6 @@ def _parallel_settings(plan: MemoryPlan) -> dict[str, Any]:
 
 def _step_settings(chosen: Choice) -> dict[str, Any]:
     return {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _with_tuples(value: Any) -> Any:

@@ -378,8 +378,9 @@ def verdict_of(parts: Iterable[tuple[int, int]], how: str = "") -> str:
     if needs > limit:
         return f"does not fit: {used}, {format_bytes(needs - limit)} too much"
     left = f"{format_bytes(limit - needs)} left"
-    is_full = needs > 0.98 * limit
-    return f"fits: yes, with only {left}, {used}" if is_full else f"fits: yes, {used}, {left}"
+    if needs > 0.98 * limit:
+        return f"fits: yes, with only {left}, {used}"
+    return f"fits: yes, {used}, {left}"
 
 
 def title_of(report: MemoryReport) -> str:
