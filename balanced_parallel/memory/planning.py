@@ -133,8 +133,8 @@ class MemoryPlan:
     @property
     def _fit(self) -> str:
         if self.fits:
-            count = self.chosen.micro_batches
-            how = f"{self._rows} in {count} micro-batch{'es' * (count != 1)}"
+            number = self.chosen.micro_batches
+            how = f"{self._rows} in {number} micro-batch{'es' * (number != 1)}"
             # Ranks are alike.
             return verdict_of(zip(self.chosen.reserved, self.capacity, strict=False), f"{how}, ")
         assert self.needs is not None
