@@ -609,7 +609,8 @@ class Search:
         """Returns False if a layout does not fit with the steps of a ladder that need the least
         memory.
         """
-        last = [*itertools.filterfalse(_COSTLY.isdisjoint, ladder)] or ladder[-2:]
+        # Checkpoints are traced faster than with offloading. Few are traced where nothing fits.
+        last = ladder[-2:] if ladder[0] else ladder[-3:]
         first, *options = self._make((*layout, *step) for step in (ladder[0], *last))
         return any(map(self._fits, (first, *options))) or not self._are_traced(options)
 
@@ -627,8 +628,9 @@ class Search:
         options = self._options(layouts, step)
         if any(self._fits(option) and self._is_fast() for option in options):
             return True
-        if step and options and not self._are_traced(options):
-            self._failing.add([saving for saving in step if saving not in self._failing][-1])
+        if options and not self._are_traced(options):
+            traceable = [saving for saving in step if saving not in self._failing]
+            self._failing.update(traceable[-1:])
         return False
 
     def _options(self, layouts: Iterable[Combination], step: Combination) -> list["Option"]:
