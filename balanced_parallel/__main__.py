@@ -30,7 +30,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -408,9 +407,17 @@ def _find(place: str) -> object:
         )
     try:
         with patch.object(sys, "argv", [where]):  # a script may read its flags at import
-            module = (
-                _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-            )
+            if not where.endswith(".py"):
+                module = importlib.import_module(where)
+            else:
+                path = Path(where).resolve(strict=True)
+                key = re.sub(r"\W", "_", str(path))  # The file name alone may be another module's.
+                sys.path.insert(0, str(path.parent))  # Python does the same for a script.
+                spec = importlib.util.spec_from_file_location(key, path)
+                assert spec is not None
+                assert spec.loader is not None
+                module = sys.modules[key] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the file may raise anything
         raise ValueError(f"{where} cannot be imported: {_in_one_line(error)}") from error
     try:
@@ -422,18 +429,6 @@ def _find(place: str) -> object:
         ]
         defined = ", ".join(names[:20]) or "nothing"
         raise ValueError(f"{where} has no {name!r}; it defines: {defined}") from error
-
-
-def _load_file(path: Path) -> ModuleType:
-    path = path.resolve(strict=True)
-    name = re.sub(r"\W", "_", str(path))  # The file name alone may be that of another module.
-    sys.path.insert(0, str(path.parent))  # Python does the same for a script.
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _make(place: str, make: object) -> object:

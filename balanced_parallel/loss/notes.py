@@ -232,7 +232,7 @@ class SumNotes(TorchFunctionMode):
             (mean,) = tensors
             # A mean over no targets is nan.
             place = self._add(name, torch.where(count != 0, mean * count, 0.0))
-            self._quotient(name, place, count, object(), mean, is_target=False, may_learn=False)
+            self._quotient(name, place, count, mean, may_learn=False)
         return count is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

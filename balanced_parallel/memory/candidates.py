@@ -19,8 +19,18 @@ from ..diagnostics.reasons import statistics_of
 from ..runtime.values import format_bytes
 from .lines import Lines, most_that_fit
 from .problem import Request
-from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
-from .trace.layouts import LAYOUTS, OptimizerChoice, trained
+from .savings import (
+    CHECKPOINTS,
+    OFFLOADED,
+    ON_HOST,
+    SHARDS,
+    SPREAD,
+    PlannedSaving,
+    Stage,
+    savings_of,
+    with_savings,
+)
+from .trace.layouts import LAYOUTS, trained
 from .trace.stacks import find_repeated
 from .trace.tracer import ProgramError, try_traces
 
@@ -126,8 +136,10 @@ def row_of(choice: Choice) -> list[str]:
     if choice.statistics:
         differences.append(f"batch norm by {choice.statistics}")
     rows = " + ".join(f"{weight:.0f}" for weight in choice.split or [choice.micro_batch_size])
-    both = choice.allocated, choice.reserved
-    sizes = [" + ".join(map(format_bytes, each if choice.split else [max(each)])) for each in both]
+    sizes = [
+        " + ".join(map(format_bytes, each if choice.split else [max(each)]))
+        for each in (choice.allocated, choice.reserved)
+    ]
     return [
         choice.name,
         f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one",
@@ -142,6 +154,7 @@ def row_of(choice: Choice) -> list[str]:
 TAKES_ANY_ROWS = "a plan needs a module, a criterion and an optimizer that take any number of rows"
 SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no trace has
 MARGIN_OF_SHARDS = 0.1  # published programs of FSDP need more than is predicted
+_COSTLY = {CHECKPOINTS, OFFLOADED}  # savings that take time
 BASE = 2  # rows per device in the first of two traces
 
 
@@ -196,12 +209,9 @@ class Option:
     @property
     def held(self) -> int:
         """Bytes of parameters, gradients and optimizer state on a device without shards."""
-        optimizer = self.request.optimizer
-        state = 0
-        if isinstance(optimizer, OptimizerChoice):
-            state = optimizer.state_bytes(self.learned)
+        state: int = self.request.optimizer.state_bytes(self.learned)
         owners = self.request.devices if self.request.balanced else 1
-        buffers = sum(buffer.nbytes for buffer in self.request.module.buffers())
+        buffers: int = sum(buffer.nbytes for buffer in self.request.module.buffers())
         return self.parameters + buffers + self.gradients + state // owners
 
     @property
@@ -256,12 +266,11 @@ class Option:
         if they fit.
         """
         lines = self.lines(micro_batches)
-
-        def of_device(device: int) -> int:
-            limit = self.limits[device] if fits else None
-            return self.context + (lines.reserved(device, rows[device] * self.step, limit) or 0)
-
-        return [of_device(device) for device in self.request.traced_devices]
+        limits = self.limits if fits else [None] * len(self.limits)
+        return [
+            self.context + (lines.reserved(device, rows[device] * self.step, limits[device]) or 0)
+            for device in self.request.traced_devices
+        ]
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
         """Returns the rows that fit on each device in one forward, at most ``share``."""
@@ -443,34 +452,16 @@ class Search:
         self._failing = set[PlannedSaving]()
         self._option = functools.cache(self._make_option)
         savings = self._suited("layout")
+        on_host: list[Combination] = [(saving,) for saving in savings if saving is ON_HOST]
         layouts: list[Combination] = [
             (),
             *((saving,) for saving in savings if saving is not ON_HOST),
         ]
-        self._groups = [layouts]  # The layouts of a group are tried together.
-        # shards of FSDP2 over several devices need no more of each
-        if ON_HOST in savings and len(capacity) == 1:
-            self._groups.append([(ON_HOST,)])
-        self._least = layouts[-1]
+        # The layouts of a group are tried together. Shards over several devices need no more of
+        # each than an optimizer on the host.
+        self._groups = [layouts] if len(capacity) > 1 else [layouts, on_host]
+        *_, self._last = itertools.chain(*self._groups)
         self._traffic = min(option.traffic(1) for option in self._make(layouts))
-        self._leave_out_large()
-
-    def _leave_out_large(self) -> None:
-        """Leaves out layouts whose tensors leave less than a fifth of a device: temporaries of an
-        update take as much.
-
-        On one device a fused optimizer, which has none, comes before the host. The last layout is
-        traced in any case.
-        """
-        share = 1.0 if len(self.capacity) == 1 else 0.8
-        *others, _ = itertools.chain(*self._groups)
-        for option in self._make(others):
-            if option.held > share * max(self.capacity):
-                self._groups[0].remove(option.savings)
-                held = format_bytes(option.held)
-                self.skipped[option.name] = (
-                    f"parameters, gradients and optimizer state take {held} per device"
-                )
 
     def run(self) -> None:
         """Traces options until the end, Ctrl-C or ``TimeoutError``, which is raised if none fits."""
@@ -489,7 +480,7 @@ class Search:
             return
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
         for option in self._make(
-            (saving, *self._least, *exact) for saving in self._suited("optimizer")
+            (saving, *self._groups[0][-1], *exact) for saving in self._suited("optimizer")
         ):
             self._fits(option)
 
@@ -510,8 +501,9 @@ class Search:
         return [saving for saving in savings_of(stage) if saving.apply(self.request)]
 
     def _fits(self, option: Option) -> bool:
-        """Traces an option."""
-        if option not in self.choices and option.name not in self.skipped:
+        """Traces an option that has a chance to fit."""
+        is_new = option not in self.choices and option.name not in self.skipped
+        if is_new and self._has_a_chance(option):
             _log.info("trying: %s", option.name)
             try:
                 choice = option.choose(next(iter(self.choices), option))
@@ -525,17 +517,40 @@ class Search:
                     raise ProgramError(f"{option.name}: {error}; {TAKES_ANY_ROWS}") from error
         return option in self.choices and self.choices[option].fits
 
+    def _has_a_chance(self, option: Option) -> bool:
+        """Returns False if an option fits at once without savings that cost time, if its tensors
+        leave less than a fifth of a device, which an update needs, or if it misses without
+        BalancedOptimizer by more than its optimizer takes.
+
+        On one device a fused optimizer, which needs nothing, comes before the host. The last layout
+        is traced in any case.
+        """
+        savings = set(option.savings)
+        for other, choice in self.choices.items():
+            less = set(other.savings)
+            if choice.micro_batches == 1 and less < savings <= less | _COSTLY:
+                return False
+        share = 1.0 if len(self.capacity) == 1 else 0.8
+        if not savings.issuperset(self._last) and option.held > share * max(self.capacity):
+            self.skipped[option.name] = (
+                f"parameters, gradients and optimizer state take {format_bytes(option.held)} per device"
+            )
+            return False
+        plain = self._option(tuple(saving for saving in option.savings if saving is not SPREAD))
+        if plain is None or plain not in self.choices:
+            return True
+        missing = plain.lines(2).at_least(0, plain.step) + plain.context - max(plain.limits)
+        return missing <= plain.held - option.held + 4 * plain.gradients
+
     def _is_fast(self) -> bool:
         """Returns True if a choice fits whose time is within a half of the least: no recomputation,
         in one micro-batch.
         """
-        first, *_ = choices = list(self.choices.values())
-        least = {
-            name: replace(first, traffic=self._traffic, host_traffic=0, precision=name).work
-            for name in OPERATIONS_PER_BYTE
-        }
+        choices = [*self.choices.values()]
+        least = replace(choices[0], traffic=self._traffic, host_traffic=0)
         return any(
-            choice.fits and choice.work <= 1.5 * least[choice.precision] for choice in choices
+            choice.fits and choice.work <= 1.5 * replace(least, precision=choice.precision).work
+            for choice in choices
         )
 
     def _ladders(self) -> list[list[Combination]]:
@@ -562,27 +577,42 @@ class Search:
         first, *further = ladder
         if self._fit_fast(layouts, first):
             return True
-        traced = [layout for layout in layouts if self._are_traced(self._make([(*layout, *first)]))]
+        traced = [
+            layout
+            for layout in layouts
+            if any(each.name not in self.skipped for each in self._make([(*layout, *first)]))
+        ]
         *others, least = traced or layouts
         # Each layout needs less memory than those before it.
         for group in [least], others[::-1]:
             fitting = itertools.takewhile(lambda layout: self._may_fit(layout, ladder), group)
-            layouts = list(fitting)
-            if any(self._fit_fast(layouts, step) for step in further):
+            if self._fit_in_steps(list(fitting), further):
                 return True
             if not self._any_fits():
                 return False
         return True
 
-    def _may_fit(self, layout: Combination, ladder: list[Combination]) -> bool:
-        """Returns False if a layout does not fit with the last two steps of a ladder, which need
-        the least memory.
+    def _fit_in_steps(self, layouts: list[Combination], steps: list[Combination]) -> bool:
+        """Traces steps of a ladder until a choice is fast.
+
+        Of those that cost no time the last needs the least memory. If it is slow, so are those
+        before it, which are left out.
         """
-        if any(self._fits(option) for option in self._make([(*layout, *ladder[0])])):
-            return True
-        last = self._make((*layout, *step) for step in ladder[-2:])
-        results = [self._fits(option) for option in last]
-        return any(results) or not self._are_traced(last)
+        free = list(itertools.takewhile(_COSTLY.isdisjoint, steps))
+        options = self._options(layouts, free[-1]) if free else []
+        is_fast = any(self._fits(option) and self._is_fast() for option in options)
+        if not is_fast and self._are_traced(options):
+            steps = steps[len(free) :]
+        return any(self._fit_fast(layouts, step) for step in steps)
+
+    def _may_fit(self, layout: Combination, ladder: list[Combination]) -> bool:
+        """Returns False if a layout does not fit with the steps of a ladder that need the least
+        memory.
+        """
+        # Checkpoints are traced faster than with offloading. Few are traced where nothing fits.
+        last = ladder[-2:] if ladder[0] else ladder[-3:]
+        first, *options = self._make((*layout, *step) for step in (ladder[0], *last))
+        return any(map(self._fits, (first, *options))) or not self._are_traced(options)
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())
@@ -595,13 +625,18 @@ class Search:
 
         A saving that cannot be traced is left out.
         """
-        combination = [saving for saving in step if saving not in self._failing]
-        options = self._make((*layout, *combination) for layout in layouts)
+        options = self._options(layouts, step)
         if any(self._fits(option) and self._is_fast() for option in options):
             return True
-        if combination and options and not self._are_traced(options):
-            self._failing.add(combination[-1])
+        if options and not self._are_traced(options):
+            traceable = [saving for saving in step if saving not in self._failing]
+            self._failing.update(traceable[-1:])
         return False
+
+    def _options(self, layouts: Iterable[Combination], step: Combination) -> list["Option"]:
+        """Returns a step of a ladder with some layouts, without savings that cannot be traced."""
+        combination = [saving for saving in step if saving not in self._failing]
+        return self._make((*layout, *combination) for layout in layouts)
 
     def _make(self, combinations: Iterable[Combination]) -> list[Option]:
         """Returns an option for each of the combinations that suit the request."""

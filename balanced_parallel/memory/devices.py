@@ -120,7 +120,15 @@ def find_kind(name: str | None) -> DeviceKind:
     """
     device = visible_devices()[0]
     assumed = {"cpu": "h200", "sim": "sim"}.get(device.type, "")
-    present = _present(device) if device.type == "cuda" else KINDS.get(assumed)
+    present = KINDS.get(assumed)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        kind = _in_table(properties.name)
+        capability = 0 if torch.version.hip else properties.major
+        called = kind.name if kind else properties.name
+        present = _gpu(
+            called, properties.total_memory, properties.multi_processor_count, capability
+        )
     if name is None:
         if present is not None:
             return present
@@ -140,14 +148,6 @@ def find_kind(name: str | None) -> DeviceKind:
             "another GPU name a similar one, and give its memory: capacity='24GiB', or --memory 24GiB"
         )
     return kind
-
-
-def _present(device: torch.device) -> DeviceKind:
-    properties = torch.cuda.get_device_properties(device)
-    kind = _in_table(properties.name)
-    capability = 0 if torch.version.hip else properties.major
-    name = kind.name if kind else properties.name
-    return _gpu(name, properties.total_memory, properties.multi_processor_count, capability)
 
 
 def _in_table(name: str) -> DeviceKind | None:

@@ -118,23 +118,9 @@ def estimate(
         >>> report.parts[0]["parameters"], report.parts[0]["optimizer state"]
         (10280, 20568)
     """
-    request = make_request(
-        Problem(module, criterion, inputs, targets, dim, scalar),
-        optimizer=optimizer,
-        precision=precision,
-        micro_batch_size=micro_batch_size,
-        layout=layout,
-        devices=devices,
-        balanced_optimizer=balanced_optimizer,
-        savings=savings,
-        device_kind=device_kind,
-        split=split,
-        whole_gradients=whole_gradients,
-        expandable_segments=expandable_segments,
-        mode=mode,
-        keeps_outputs=keeps_outputs,
-        keeps_gradients=keeps_gradients,
-    )
+    settings = {**locals()}
+    names = "module", "criterion", "inputs", "targets", "dim", "scalar"
+    request = make_request(Problem(*map(settings.pop, names)), **settings)
     return make_report(request, -(-request.rows // request.micro_batches))
 
 
@@ -179,12 +165,11 @@ def compare_kinds(
     rows = -(-request.rows // request.micro_batches)
     traced = lines_of(request, rows)
     source = traced.lines if traced.lines.first.rows == rows else traced.exact
-    return KindComparison(
-        {
-            name: make_report(dataclasses.replace(request, kind=kind), rows, source.on(kind))
-            for name, kind in kinds.items()
-        }
-    )
+    comparison = KindComparison()
+    for name, kind in kinds.items():
+        of_kind = dataclasses.replace(request, kind=kind)
+        comparison[name] = make_report(of_kind, rows, Lines(of_kind, source.first, source.second))
+    return comparison
 
 
 _CALLS = {
@@ -206,13 +191,11 @@ def make_request(
     savings: Iterable[str] = (),
     device_kind: str | None = None,
     split: Sequence[float] | None = None,
-    whole_gradients: bool = False,
     expandable_segments: bool = False,
-    mode: str = "train",
-    keeps_outputs: bool = False,
     keeps_gradients: bool | None = None,
+    **fields: Any,
 ) -> Request:
-    """Checks the arguments of :func:`estimate`, and makes a request of them.
+    """Checks the arguments of :func:`estimate`, and makes a request of them. ``fields`` are its own.
 
     ``batch`` is that of the problem, where inputs and targets have their rows in two dimensions.
     """
@@ -225,12 +208,12 @@ def make_request(
     Precision(precision)
     for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
         values.check_number(name, number, "a positive number", at_least=1, whole=True)
-    _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients, micro_batch_size)
-    shares = split or LAYOUTS[layout].devices_per_process(devices)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
     batch = batch or problem.batch
     wrapped = wrap(problem.criterion)
     couples_rows = wrapped.kind.couples_rows and layout != "step"
-    return Request(
+    request = Request(
         module=problem.module,
         # Layouts wrap a loss of rows again.
         criterion=problem.criterion if couples_rows or layout == "step" else wrapped.module,
@@ -238,7 +221,9 @@ def make_request(
         scalar=problem.scalar,
         optimizer=OptimizerChoice(optimizer),
         precision=precision,
-        micro_batches=count_micro_batches(batch.rows or 0, micro_batch_size, shares),
+        micro_batches=count_micro_batches(
+            batch.rows or 0, micro_batch_size, split or LAYOUTS[layout].devices_per_process(devices)
+        ),
         layout=LAYOUTS[layout],
         devices=devices,
         balanced=balanced_optimizer,
@@ -246,37 +231,29 @@ def make_request(
         kind=kind,
         couples_rows=couples_rows,
         savings=sorted_names(savings),
-        whole_gradients=whole_gradients,
-        mode=mode,
-        keeps_outputs=keeps_outputs,
         keeps_gradients=layout == "single" if keeps_gradients is None else keeps_gradients,
+        **fields,
     )
+    _check_layout(request, micro_batch_size)
+    return request
 
 
-def _check_layout(
-    layout: str,
-    mode: str,
-    devices: int,
-    balanced_optimizer: bool,
-    whole_gradients: bool,
-    micro_batch_size: int | None,
-) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
-    if layout in ("single", "step") and (devices > 1 or balanced_optimizer):
+def _check_layout(request: Request, micro_batch_size: int | None) -> None:
+    name, mode, devices = request.layout.name, request.mode, request.devices
+    if name in ("single", "step") and (devices > 1 or request.balanced):
         setting = f"devices={devices}" if devices > 1 else "balanced_optimizer=True"
         raise ValueError(
-            f"{setting} with layout={layout!r}, expected layout='replicas', 'ddp' or 'fsdp'"
+            f"{setting} with layout={name!r}, expected layout='replicas', 'ddp' or 'fsdp'"
         )
-    if whole_gradients and not LAYOUTS[layout].is_sharded:
-        raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
+    if request.whole_gradients and name != "fsdp":
+        raise ValueError(f"whole_gradients=True with layout={name!r}, expected layout='fsdp'")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}, expected one of {', '.join(MODES)}")
-    if layout == "step" and (mode == "evaluate" or micro_batch_size):
+    if name == "step" and (mode == "evaluate" or micro_batch_size):
         raise ValueError(
             f"layout='step' with mode={mode!r}, micro_batch_size={micro_batch_size}, expected neither: the step runs whole"
         )
-    if mode == "evaluate" and (balanced_optimizer or whole_gradients):
+    if mode == "evaluate" and (request.balanced or request.whole_gradients):
         raise ValueError(
             "mode='evaluate' has no gradients, expected balanced_optimizer and whole_gradients with mode='train'"
         )
@@ -328,9 +305,6 @@ def lines_of(request: Request, rows: int) -> OtherBatches:
             stacklevel=4,
         )
     return OtherBatches(request, exact, lines)
-
-
-_COMPILED = "the module is compiled, and this is the estimate of the uncompiled module: fused operators may need less, or more"
 
 
 def make_report(
@@ -397,7 +371,9 @@ def _assumed(request: Request, lines: Lines, rows: int) -> dict[str, str]:
     if any(map(is_four_bit, request.module.modules())):
         assumed["4-bit weights"] = FOUR_BITS
     if any(map(is_compiled, request.module.modules())):
-        assumed["compiled"] = _COMPILED
+        assumed["compiled"] = (
+            "the module is compiled, and this is the estimate of the uncompiled module: fused operators may need less, or more"
+        )
     return assumed
 
 

@@ -26,7 +26,7 @@ from .candidates import SCALARS
 from .estimation import lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Problem, Request
-from .report import Capacity, Holder, MemoryReport, parse_each
+from .report import Capacity, MemoryReport, parse_each
 from .savings import ON_HOST, SHARDS, PlannedSaving, savings_of, with_savings
 from .trace.allocations import Trace
 from .trace.layouts import ExistingOptimizers, inner_optimizers
@@ -95,7 +95,9 @@ def fit_request(request: Request, limits: Sequence[int]) -> tuple[int, MemoryRep
         rows = max(split_sizes(request.rows, shares))
     else:
         most, lines = _most_rows(dataclasses.replace(request, micro_batches=2), limits)
-        rows = _per_device(most, shares)
+        # No micro-batch may have more than so many rows over all devices.
+        rows = max(split_sizes(most, shares))
+        rows -= max(split_sizes(most + 1, shares)) <= rows
     if request.layout.is_distributed:
         rows = -max_over_ranks(-rows)  # the smallest of all ranks
     if rows == 0:
@@ -151,14 +153,6 @@ def _limits(step: TrainStep, capacity: Capacity | None, request: Request) -> lis
     return limits * (request.devices // len(limits))
 
 
-def _per_device(rows: int, shares: int | Sequence[float]) -> int:
-    """Returns the largest ``micro_batch_size`` with which no micro-batch has more than ``rows``
-    rows over all devices.
-    """
-    most = max(split_sizes(rows, shares))
-    return most - (max(split_sizes(rows + 1, shares)) <= most)
-
-
 def explain(request: Request, limits: Sequence[int]) -> str:
     """Returns what one row per device needs, the largest holders of it, and the saving that would
     help most.
@@ -168,8 +162,8 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     report = make_report(request, rows, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
     holders = ", ".join(
-        f"{values.format_bytes(holder.bytes)} of {holder.part}{_place(holder)}"
-        for holder in report.where[worst][:3]
+        f"{values.format_bytes(size)} of {' in '.join(filter(None, places))}"
+        for size, *places in map(dataclasses.astuple, report.where[worst][:3])
     )
     savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDS]
     measured = saved_bytes(request, rows, max(report.allocated), savings)
@@ -185,11 +179,6 @@ def explain(request: Request, limits: Sequence[int]) -> str:
         f"one row per device needs {values.format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
         f"{values.format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
     )
-
-
-def _place(holder: Holder) -> str:
-    where = ", ".join(filter(None, (holder.module, holder.line)))
-    return f" ({where})" if where else ""
 
 
 def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request:
@@ -242,26 +231,22 @@ def bytes_in_use(step: TrainStep, unit: int) -> Counter[torch.device]:
 
     They are parameters, copies, buffers, gradients and optimizer state.
     """
-    storages = [tensor.untyped_storage() for tensor in _tensors_of(step)]
-    total = Counter[torch.device]()
-    for storage in {storage_id(each): each for each in storages}.values():
-        total[storage.device] += -(-storage.nbytes() // unit) * unit
-    return total
-
-
-def _tensors_of(step: TrainStep) -> list[Tensor]:
     parts: list[Any] = [step.model, step.criterion]
     optimizers = inner_optimizers(_optimizers(step))
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
     for group in groups_of(optimizers):
         tensors += group["params"]
     replicas = [part.replicas for part in parts if hasattr(part, "replicas")]
-    others = (
+    tensors += [
         *copies_of(replicas),
         *gradients_of(tensors, replicas, optimizers),
         *states_of(optimizers),
-    )
-    return tensors + [other for other in others if isinstance(other, Tensor)]
+    ]
+    storages = [each.untyped_storage() for each in tensors if isinstance(each, Tensor)]
+    total = Counter[torch.device]()
+    for storage in {storage_id(each): each for each in storages}.values():
+        total[storage.device] += -(-storage.nbytes() // unit) * unit
+    return total
 
 
 def saved_bytes(
@@ -275,15 +260,13 @@ def saved_bytes(
     Returns the bytes that each takes off ``peak``.
     """
     options = {saving: option for saving in savings if (option := with_savings(request, [saving]))}
-    traces = try_traces([(option, _rows_of(option, request, rows)) for option in options.values()])
+    jobs = []
+    for option in options.values():  # Each rank has a part of the rows.
+        parts = option.micro_batches * option.processes // request.processes
+        jobs.append((option, option.round_up(-(-rows * request.micro_batches // parts))))
+    traces = try_traces(jobs)
     return {
         saving: peak - max(Lines(option, trace).allocated_by_device(trace.rows))
         for (saving, option), trace in zip(options.items(), traces, strict=True)
         if isinstance(trace, Trace)
     }
-
-
-def _rows_of(option: Request, request: Request, rows: int) -> int:
-    """Returns the rows of a micro-batch of an option, of which each rank has a part."""
-    parts = option.micro_batches * option.processes // request.processes
-    return option.round_up(-(-rows * request.micro_batches // parts))

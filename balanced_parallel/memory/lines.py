@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ..batch.plan import split_sizes
 from .allocator import Replay, replay
-from .devices import DeviceKind
 from .problem import Request
 from .trace.allocations import MAYBE, Block, Trace
 from .trace.fakes import fake_devices
@@ -50,8 +49,10 @@ class Lines:
         self.second = second
         self.start = first.marks["second"]  # the first event of the second update
         places = {str(device): place for place, device in enumerate(fake_devices(request.devices))}
+        # Workspaces have the size of those of the request's kind, which the trace may not have.
+        sizes = {"workspace": request.kind.workspace}
         self._bytes = [
-            np.array([block.size for block in trace.blocks], dtype=np.int64)
+            np.array([sizes.get(each.kind, each.size) for each in trace.blocks], dtype=np.int64)
             for trace in (first, second or first)
         ]
         self._lower = np.array([block.least for block in first.blocks], dtype=np.int64)
@@ -63,19 +64,6 @@ class Lines:
         self._certain = np.array([block.kind != MAYBE for block in first.blocks])
         self._events = np.array(first.events, dtype=np.int64)
         self._replays: dict[object, Replay | None] = {}
-
-    def on(self, kind: DeviceKind) -> "Lines":
-        """Returns the lines of another kind of GPU, whose workspaces have another size."""
-        traces = []
-        for trace in filter(None, (self.first, self.second)):
-            blocks = [
-                dataclasses.replace(block, size=kind.workspace)
-                if block.kind == "workspace"
-                else block
-                for block in trace.blocks
-            ]
-            traces.append(dataclasses.replace(trace, blocks=blocks))
-        return Lines(dataclasses.replace(self.request, kind=kind), *traces)
 
     @property
     def is_affine(self) -> bool:

@@ -214,20 +214,15 @@ def _attention(
 ) -> Tensor:
     if query.dim() < 4:
         return _attention(query[None], key[None], value[None], mask)[0]
-    saved = None if mask is None else _kernel_mask(mask, query, key)
-    fused: Tensor = fused_attention(query, key, value, saved)[0]
+    # The memory-efficient kernel saves a floating mask, its last dimension padded to a multiple of 8.
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype)  # Torch makes such a mask of it.
+        if mask.shape[-1] % 8 and mask.shape[-1] > 1:
+            mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
+    fused: Tensor = fused_attention(query, key, value, mask)[0]
     return fused
-
-
-def _kernel_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Returns the mask that the memory-efficient kernel saves: floating, its last dimension padded
-    to a multiple of 8.
-    """
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype)  # Torch makes such a mask of it.
-    if mask.shape[-1] % 8 and mask.shape[-1] > 1:
-        mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
-    return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
 # The first of these operators of cuBLAS in a thread allocates the workspace of its handle.

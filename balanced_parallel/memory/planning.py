@@ -33,7 +33,7 @@ from ..strategies.parallelize import detect_ranks
 from .candidates import HEADERS, TAKES_ANY_ROWS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import MakeOptimizer, make_report, make_request
 from .problem import LossFunction, Problem
-from .report import Capacity, MemoryReport, json_of, parse_each, sizes_as_text, write_page
+from .report import Capacity, MemoryReport, json_of, parse_each, verdict_of, write_page
 from .savings import PLANNED, savings_of
 from .trace.layouts import OptimizerChoice, wrap
 from .trace.tracer import keeping_processes
@@ -133,8 +133,10 @@ class MemoryPlan:
     @property
     def _fit(self) -> str:
         if self.fits:
-            how = f"{self._rows} in {_count(self.chosen.micro_batches, 'micro-batch', 'es')}"
-            return f"fits: yes, {self._filled(how)}"
+            number = self.chosen.micro_batches
+            how = f"{self._rows} in {number} micro-batch{'es' * (number != 1)}"
+            # Ranks are alike.
+            return verdict_of(zip(self.chosen.reserved, self.capacity, strict=False), f"{how}, ")
         assert self.needs is not None
         size, count = self.needs
         of_size = f"devices of {values.format_bytes(max(self.capacity))}"
@@ -148,21 +150,8 @@ class MemoryPlan:
     def _rows(self) -> str:
         if self.chosen.split:
             return f"{' + '.join(f'{weight:.0f}' for weight in self.chosen.split)} rows at most"
-        return f"{_count(-(-self.batch_size // (self.devices * self.chosen.micro_batches)), 'row')} per device"
-
-    def _filled(self, how: str) -> str:
-        """Returns how the batch runs, what the fullest device has of it, and what is left there:
-        first if that is little.
-        """
-        sizes = zip(self.chosen.reserved, self.capacity, strict=False)  # ranks are alike
-        reserved, capacity = max(sizes, key=lambda pair: pair[0] / pair[1])
-        used = f"{values.format_bytes(reserved)} of {values.format_bytes(capacity)}"
-        left = f"{values.format_bytes(capacity - reserved)} left"
-        return (
-            f"with only {left}, {how}, {used}"
-            if reserved > 0.98 * capacity
-            else f"{how}, {used}, {left}"
-        )
+        rows = -(-self.batch_size // (self.devices * self.chosen.micro_batches))
+        return f"{rows} row{'s' * (rows != 1)} per device"
 
     def apply(
         self,
@@ -290,9 +279,11 @@ class MemoryPlan:
 
     @property
     def _title(self) -> str:
-        hosts = f"{self.hosts} hosts of " if self.hosts > 1 else ""
+        hosts = f"{self.hosts} hosts of " * (self.hosts > 1)
         devices = f"{hosts}{self.devices // self.hosts} x {self.device_kind}"
-        return f"{self.batch_size} rows per update on {devices} with {sizes_as_text(self.capacity)}"
+        count = self.devices if len(set(self.capacity)) > 1 else 1
+        capacity = " + ".join(map(values.format_bytes, self.capacity[:count]))
+        return f"{self.batch_size} rows per update on {devices} with {capacity}"
 
     def _notes(self, verbose: bool = False) -> Iterator[str]:
         yield _RESERVED
@@ -321,10 +312,6 @@ def _parallel_settings(plan: MemoryPlan) -> dict[str, Any]:
 
 def _step_settings(chosen: Choice) -> dict[str, Any]:
     return {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _with_tuples(value: Any) -> Any:
@@ -437,7 +424,11 @@ def plan(
         dim=dim,
         untried=tuple(search.untried()),
         skipped=tuple(search.skipped.items()),
-        remarks=_remarks(),
+        remarks=tuple(
+            f"{planned.saving.name} ({planned.saving.cost})"
+            for planned in savings_of("by hand", "optimizer")
+            if not planned.change
+        ),
         unknown_divisor=not (best.is_whole or wrap(criterion).kind.knows_divisor),
         kind_capacity=request.kind.capacity,
         assumed=request.kind.remarks(best.precision),
@@ -446,12 +437,6 @@ def plan(
         return result
     lines = write_program(result, module, criterion, optimizer)
     return dataclasses.replace(result, lines=lines, report=_report(how, best))
-
-
-def _remarks() -> tuple[str, ...]:
-    """Returns the savings that no trace has, with their costs."""
-    planned = savings_of("by hand", "optimizer")
-    return tuple(f"{each.saving.name} ({each.saving.cost})" for each in planned if not each.change)
 
 
 def _report(option: Option, choice: Choice) -> MemoryReport:
@@ -510,8 +495,11 @@ def write_program(
             *(f"{line}  # each of several" for line in lines_of("change_optimizer")),
             *indented([*around, "update(module, optimizer, *inputs, *targets)"]),
         )
+    hosts = f" --nnodes={plan.hosts}" * (plan.hosts > 1)
+    command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
+    start = f"# {command}; every rank passes its own rows, {plan.batch_size} in all"
     return (
-        *_launch(plan),
+        *[start] * chosen.is_distributed,
         "import torch",
         f"from balanced_parallel import {', '.join(names)}",
         "",
@@ -529,15 +517,6 @@ def indented(lines: Iterable[str]) -> Iterator[str]:
     """Yields lines that are inside of each other."""
     for depth, line in enumerate(lines):
         yield "    " * depth + line
-
-
-def _launch(plan: MemoryPlan) -> list[str]:
-    """Returns the line that says how ranks are started, if the plan has some."""
-    if not plan.chosen.is_distributed:
-        return []
-    hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
-    command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
-    return [f"# {command}; every rank passes its own rows, {plan.batch_size} in all"]
 
 
 def _optimizer(

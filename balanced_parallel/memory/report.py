@@ -284,11 +284,10 @@ class KindComparison(dict[str, MemoryReport]):
         rows = []
         for name, report in self.items():
             capacity = report.batches.request.kind.capacity or 0
-            fits = report.at(report.rows).fits
             needs = max(report.nvidia_smi)
-            left = format_bytes(capacity - needs) if needs <= capacity else "0 B"
-            row = name, "yes" if fits else "no", format_bytes(needs), format_bytes(capacity), left
-            rows.append([*row, f"{report.largest(capacity)} rows"])
+            sizes = map(format_bytes, (needs, capacity, max(capacity - needs, 0)))
+            fits = "yes" if report.at(report.rows).fits else "no"
+            rows.append([name, fits, *sizes, f"{report.largest(capacity)} rows"])
         headers = ["kind", "fits", "needs", "capacity", "left", "largest micro-batch"]
         return tabulate(rows, headers, "simple", disable_numparse=True)
 
@@ -368,16 +367,21 @@ def _verdict(report: MemoryReport, limits: Sequence[int]) -> str:
         # The allocator gives back its cache where the device is full.
         size = lines.reserved(device, rows, limit)
         parts.append((needs if size is None else size + request.kind.context, limit))
+    return verdict_of(parts)
+
+
+def verdict_of(parts: Iterable[tuple[int, int]], how: str = "") -> str:
+    """Returns whether the fullest device fits, of which parts have what it needs and its capacity,
+    and what is left there: first if that is little.
+    """
     needs, limit = max(parts, key=lambda part: part[0] / part[1])
-    used = f"{format_bytes(needs)} of {format_bytes(limit)}"
+    used = f"{how}{format_bytes(needs)} of {format_bytes(limit)}"
     if needs > limit:
         return f"does not fit: {used}, {format_bytes(needs - limit)} too much"
-    return f"fits: yes, {used}, {format_bytes(limit - needs)} left"
-
-
-def sizes_as_text(sizes: Sequence[int]) -> str:
-    """Returns the bytes of each device as text, or of one if all have as many."""
-    return " + ".join(map(format_bytes, sizes if len(set(sizes)) > 1 else sizes[:1]))
+    left = f"{format_bytes(limit - needs)} left"
+    if needs > 0.98 * limit:
+        return f"fits: yes, with only {left}, {used}"
+    return f"fits: yes, {used}, {left}"
 
 
 def title_of(report: MemoryReport) -> str:

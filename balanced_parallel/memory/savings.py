@@ -95,9 +95,8 @@ def _is_divisible(request: Request) -> bool:
 
 
 def _shard(request: Request) -> Request:
-    optimizer = request.optimizer
     # Shards of matrices are not enough for Muon and others.
-    balanced = isinstance(optimizer, OptimizerChoice) and optimizer.needs_whole_parameters
+    balanced = request.optimizer.needs_whole_parameters
     return replace(request, layout=FSDP, split=None, balanced=balanced)
 
 
@@ -170,6 +169,17 @@ SHARDS = PlannedSaving(
     suits=lambda request: _is_divisible(request) and not request.layout.is_sharded,
     change=_shard,
 )
+CHECKPOINTS = PlannedSaving(
+    applied.CHECKPOINT,
+    suits=lambda request: has_parts(request.module),
+    instead_of=applied.SELECTIVE,
+    line="savings.checkpoint_activations(module)",
+)
+OFFLOADED = PlannedSaving(
+    applied.OFFLOAD,
+    suits=lambda request: request.kind.like_cuda,  # nothing is offloaded from a CPU
+    line="with savings.offload_activations():",
+)
 PLANNED = (
     PlannedSaving(
         Saving("2 micro-batches", "micro-batches", "smaller kernels"),
@@ -208,12 +218,7 @@ PLANNED = (
         suits=lambda request: has_parts(request.module),
         line="savings.checkpoint_activations(module, selective=True)",
     ),
-    PlannedSaving(
-        applied.CHECKPOINT,
-        suits=lambda request: has_parts(request.module),
-        instead_of=applied.SELECTIVE,
-        line="savings.checkpoint_activations(module)",
-    ),
+    CHECKPOINTS,
     PlannedSaving(
         Saving(
             "nn.LeakyReLU(inplace=True)",
@@ -230,11 +235,7 @@ PLANNED = (
         ),
         "by hand",
     ),
-    PlannedSaving(
-        applied.OFFLOAD,
-        suits=lambda request: request.kind.like_cuda,  # nothing is offloaded from a CPU
-        line="with savings.offload_activations():",
-    ),
+    OFFLOADED,
     PlannedSaving(
         applied.BF16,
         "arithmetic",

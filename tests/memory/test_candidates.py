@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,6 +244,24 @@ def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
         "FSDP2, fused optimizer, checkpointed blocks, bf16",
     }
     assert names.issubset(plan.untried)
+
+
+def test_options_without_a_chance_are_not_traced():
+    """What fits at once gets no checkpoints; large tensors leave no room for an update."""
+    problem = Problem(Wide(), nn.MSELoss(), *batch(4))
+    request = make_request(problem, layout="replicas", devices=2, device_kind="a100")
+    costly, spread = savings_of_plans.OFFLOADED, savings_of_plans.SPREAD
+    search = candidates.Search(request, [2**30] * 2, 64, 1)
+    plain, offloaded, balanced = search._make([(), (costly,), (spread, costly)])
+    assert search._has_a_chance(offloaded)
+    search.choices[plain] = SimpleNamespace(micro_batches=1)
+    assert not search._has_a_chance(offloaded)
+    assert search._has_a_chance(balanced)
+    small = candidates.Search(request, [STATE] * 2, 64, 1)
+    first, last = small._make([(), (savings_of_plans.SHARDS,)])
+    assert not small._has_a_chance(first)
+    assert small._has_a_chance(last)
+    assert "optimizer state take" in small.skipped["replicas"]
 
 
 @pytest.mark.slow

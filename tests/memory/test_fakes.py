@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
-from helpers.memory_problems import estimated
+from helpers.memory_problems import PROBLEMS, estimated
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from balanced_parallel import memory, simulate
@@ -126,3 +127,13 @@ def test_options_of_a_plan_are_traced_in_the_same_processes(monkeypatch):
     for number in numbers:
         with pytest.raises(ProcessLookupError):
             os.kill(number, 0)
+
+
+def test_a_short_key_of_the_cache_changes_no_trace(monkeypatch):
+    """Views, writes in place, several types and devices, a convolution: as with the key of torch."""
+    settings = {"layout": "replicas", "devices": 2, "precision": "bf16"}
+    problems = [(name, {**settings, "device_kind": "a100"}) for name in PROBLEMS]
+    monkeypatch.setattr("balanced_parallel.memory.trace.fakes.FORKS", False)
+    ours = [estimated(name, **each).timeline for name, each in problems]
+    monkeypatch.setattr(tracer, "FakeMode", FakeTensorMode)
+    assert ours == [estimated(name, **each).timeline for name, each in problems]

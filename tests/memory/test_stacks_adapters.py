@@ -30,8 +30,6 @@ ADAPTERS = {
     "checkpoints": {},
 }
 WHOLE = {"some layers"}  # No eight blocks are alike.
-# Replicas with adapters of these show no repetition in so few blocks: all are traced.
-WHOLE_IN_REPLICAS = {"LoRA", "GPT-2"}
 
 
 def causal(kind):
@@ -84,7 +82,7 @@ def test_few_blocks_with_adapters_make_the_trace_of_all(name, layout):
         problem_of(adapted(name)), device_kind="h200", precision="bf16", **LAYOUTS[layout]
     )
     repeated, whole = trace_both(request)
-    if name in WHOLE or (layout == "replicas" and name in WHOLE_IN_REPLICAS):
+    if name in WHOLE:
         assert repeated == [None] * 2
         return
     for few, every in zip(repeated, whole, strict=True):

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -196,6 +195,12 @@ class Count(TorchDispatchMode):
         if torch.is_grad_enabled() and number not in self._places:
             self._places[number] = _where(self.names)
 
+    def _count_operations(self, func: Any, args: Any, kwargs: Any, result: object) -> None:
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=result))
+        elif func is _GROUPED_PRODUCTS:  # Torch counts none for experts.
+            self.flops += 2 * args[0].numel() * args[1].shape[-1]
+
     def _place(self) -> tuple[str, str]:
         """Returns the module and the line that run, or those whose backward does."""
         module, line = _where(self.names)
@@ -204,18 +209,6 @@ class Count(TorchDispatchMode):
             return module, line
         module, forward = self._places.get(number_of(node), ("", ""))
         return module, line or (f"backward of {forward}" if forward else f"backward: {node.name()}")
-
-    def _count_operations(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, object],
-        result: object,
-    ) -> None:
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=result))
-        elif func is _GROUPED_PRODUCTS:  # Torch counts none for experts.
-            self.flops += 2 * args[0].numel() * args[1].shape[-1]
 
     def _take_for_operator(self, func: object, args: tuple[Any, ...], result: object) -> None:
         """Records memory that an operator takes for itself, and releases before it returns.
@@ -230,8 +223,8 @@ class Count(TorchDispatchMode):
         self._take(func, args, selected(func, args))
         if self.kind.is_gpu:
             self._take(func, args, convolution_workspace(func, args, result), MAYBE)
-            for limited in embedding_workspaces(func, args):
-                self._take(func, args, limited[0], "temporaries", *limited[1:])
+            for size, least, most in embedding_workspaces(func, args):
+                self._take(func, args, size, least=least, most=most)
         self.events += range(-first - 1, -len(self.blocks) - 1, -1)
 
     def _take(
@@ -383,15 +376,11 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
         if name == _TRACER or (module and "user" in lines):
             break
         lines.setdefault(_owner(name), f"{name}:{number}")
-        module = module or names.get(_running(frame), "")
+        if not module:  # The key is that of the module whose forward this is, or of the function.
+            code = frame.f_code
+            part = frame.f_locals.get("self") if code.co_name == "forward" else None
+            module = names.get(shared_id(part) if isinstance(part, nn.Module) else id(code), "")
     return module, lines.get("user") or lines.get("library", "")
-
-
-def _running(frame: FrameType) -> int:
-    """Returns the key in :attr:`Count.names` of the module whose forward this is, or of the function."""
-    code = frame.f_code
-    module = frame.f_locals.get("self") if code.co_name == "forward" else None
-    return shared_id(module) if isinstance(module, nn.Module) else id(code)
 
 
 @functools.cache

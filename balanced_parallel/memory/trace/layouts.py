@@ -117,16 +117,6 @@ def inner_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     ]
 
 
-def use_kernels_of_gpus(optimizers: Iterable[Optimizer]) -> None:
-    """Selects the multi-tensor kernels, as torch does on a GPU, where Adafactor alone loops over
-    tensors.
-    """
-    others = [each for each in optimizers if not isinstance(each, torch.optim.Adafactor)]
-    for group in groups_of(others):
-        if group.get("foreach", True) is None and not group.get("fused"):
-            group["foreach"] = True
-
-
 class ExistingOptimizers:
     """The optimizers of a step with their state, of which a trace has fake copies.
 
@@ -208,8 +198,13 @@ class SingleDevice:
         self.buckets = []
         self.optimizers = [] if request.mode == "evaluate" else self.make_optimizers()
         self.inner_optimizers = inner_optimizers(self.optimizers)
-        if request.kind.like_cuda:
-            use_kernels_of_gpus(self.inner_optimizers)
+        # Torch selects multi-tensor kernels on a GPU. Adafactor alone loops over tensors there.
+        others = [
+            each for each in self.inner_optimizers if not isinstance(each, torch.optim.Adafactor)
+        ]
+        for group in groups_of(others if request.kind.like_cuda else ()):
+            if group.get("foreach", True) is None and not group.get("fused"):
+                group["foreach"] = True
         self.autocast = partial(Precision(request.precision).autocast, [HOME])
 
     @classmethod

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # pytorch#65761, #175082
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -44,3 +45,22 @@ def shared_id(module: nn.Module) -> int:
     have the same table of hooks.
     """
     return id(module._state_dict_hooks)
+
+
+class FakeMode(FakeTensorMode):
+    """A fake mode with a short key for its cache of results. That of torch looks for symbolic sizes,
+    and takes a quarter of the time of a trace.
+    """
+
+    def _prep_args_for_hash(self, result: list[object], args: Any, *rest: Any) -> None:
+        if isinstance(args, dict):
+            args = *args, *args.values()
+        result.append((type(args), len(args)))
+        for arg in args:
+            if type(arg) is FakeTensor and arg.layout is torch.strided and arg.constant is None:
+                result += arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device
+                result += arg.dtype, arg.requires_grad, arg.is_conj(), arg.is_neg()
+            elif isinstance(arg, (int, float, torch.dtype, torch.device)) or arg is None:
+                result += type(arg), arg  # 1 and 1.0 are not the same
+            else:
+                super()._prep_args_for_hash(result, [arg], *rest)

@@ -358,25 +358,19 @@ def find_repeated(request: Request) -> tuple[Stack, int] | None:
     stack = find_stack(request.module)
     if stack is None or stack.length < 2 * count + 2 or request.optimizer.has_state:
         return None
-    return (stack, count) if divides_evenly(request, stack) else None
-
-
-def divides_evenly(request: Request, stack: Stack) -> bool:
-    """Returns True if devices divide the parameters of each further block in the same way.
-
-    Ranks divide whole modules.
-    """
+    # Devices must divide the parameters of each further block in the same way. Ranks divide whole
+    # modules.
     if request.layout.is_distributed:
-        return request.devices == 1 or not request.balanced
+        return (stack, count) if request.devices == 1 or not request.balanced else None
     pieces = []
-    for count in (FEWEST, FEWEST + 1, stack.length):
-        with stack.cut(count):
+    for number in (FEWEST, FEWEST + 1, stack.length):
+        with stack.cut(number):
             pieces.append(list(_pieces(request, stack)))
     try:
         extended = extend(pieces[0], pieces[1], stack.length - FEWEST)
     except NotRepeating:
-        return False
-    return [entry for entry, _ in extended] == pieces[2]
+        return None
+    return (stack, count) if [entry for entry, _ in extended] == pieces[2] else None
 
 
 def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (  # torch has no public module of fake tensors
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.optim import Optimizer
@@ -45,7 +44,7 @@ from . import fakes
 from .allocations import PACKAGE, Count, Trace, ordered
 from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
-from .private import leaves_of_tree
+from .private import FakeMode, leaves_of_tree
 from .stacks import NotRepeating, extend_traces, find_repeated, find_stack
 from .values import is_small
 
@@ -232,7 +231,8 @@ def _run_in_processes(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> 
 def _traces_of(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T | Trace]:
     """Returns a trace of each job: from few blocks where these repeat, else from ``run``."""
     repeated: list[Trace | None] = []
-    for _, group in itertools.groupby(jobs, key=lambda job: id(job[0])):
+    # One row of a device is a special case for torch, with other operators.
+    for _, group in itertools.groupby(jobs, lambda job: (id(job[0]), job[1] > job[0].row_step)):
         requests, numbers = zip(*group, strict=True)
         repeated += trace_few(requests[0], numbers)
     missing = [job for job, trace in zip(jobs, repeated, strict=True) if trace is None]
@@ -274,21 +274,17 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | ValueError:
     except Exception as error:
         if _runs_in_parent_only(error):
             raise
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_of_package = frame.f_code.co_filename.startswith(PACKAGE)
         is_refused = isinstance(error, ValueError)
         prefix = "" if is_refused else f"{type(error).__name__}: "
         reason = f"{prefix}{error}".splitlines()[0]
-        return ValueError(reason) if is_refused and _is_of_package(error) else ProgramError(reason)
-
-
-def _is_of_package(error: Exception) -> bool:
-    """Returns True for an error that a file of this package raised."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code.co_filename.startswith(PACKAGE)
+        return ValueError(reason) if is_refused and is_of_package else ProgramError(reason)
 
 
 def _trace(request: Request, rows: int) -> Trace:
     """Traces the module, or the module with only some blocks of a stack."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode(allow_non_fake_inputs=True)
     stack = find_stack(request.module) if request.blocks else None
     with nullcontext() if stack is None else stack.cut(request.blocks or 0):
         module, criterion, optimizer = fakes.fake_copy(
