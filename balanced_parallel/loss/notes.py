@@ -36,6 +36,7 @@ from .formula import (
     CONVERSIONS,
     OTHER,
     OVER_NUMBER,
+    ROOT,
     SUM,
     UNCHANGED,
     ZERO,
@@ -454,6 +455,8 @@ class SumNotes(TorchFunctionMode):
             return forms[0]
         if name in _BOUNDS and forms[0].kind == "sum":
             return self._bound(forms[0], call)
+        if forms[0] == ROOT and (name == "square" or (name == "pow" and call.values[1:] == (2,))):
+            return SUM
         if len(forms) != 2 or call.kwargs:
             return OTHER
         if name in ("add", "sub", "rsub"):
@@ -508,7 +511,7 @@ class SumNotes(TorchFunctionMode):
         number = next(self._numbers)
         places = [Value(place)], dict[str, object]()
         self._operations.append(Operation(root, "norm", places, [place], [number]))
-        self._learn(result, Facts(_OF_SUMS, number, is_target=is_target))
+        self._learn(result, Facts(_OF_SUMS, number, ROOT, is_target=is_target))
 
     def _quotient(
         self,

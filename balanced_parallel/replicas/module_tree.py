@@ -6,6 +6,7 @@ was, and the skeletons are filled again.
 """
 
 import functools
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import leaves, map_leaves
+from ..runtime.devices import move
 from ..runtime.torch_private import (
     BUFFERS,
     CHILDREN,
@@ -24,11 +26,13 @@ from ..runtime.torch_private import (
     FLAT_WEIGHTS,
     FORWARD_HOOKS,
     PARAMETERS,
+    NormWithStatistics,
     buffers_of,
     children_of,
     foreach_copy_,
     is_compiled,
     parameters_of,
+    versions,
 )
 
 
@@ -276,6 +280,53 @@ class ModuleTree:
                 _set_entries(entries, before)
 
     @contextmanager
+    def same_state(self, replicas: Sequence[Skeletons], *, is_first: bool) -> Iterator[None]:
+        """Surrounds a forward that must leave the same values in the buffers of all replicas.
+
+        Raises ``RuntimeError`` for a buffer of a training module that it has left with values of
+        the rows of each replica, and for an attribute that it has set to a loss. Writes by
+        ``.data`` show in the first forward alone.
+        """
+        before = [
+            (part.module, skeleton, name, buffer, versions([buffer]))
+            for part, skeleton, _ in itertools.chain.from_iterable(replicas)
+            if part.module.training
+            for name, buffer in advancing_buffers(part.module).items()
+        ]
+        losses = {(module, name): loss for module, name, loss in self._find_losses()}
+        yield
+        for module, name, loss in self._find_losses():
+            if losses.get((module, name)) is not loss:
+                raise RuntimeError(
+                    f"the forward has set the attribute {self._name(module, name)} to a number with a gradient, of the rows of "
+                    "one replica, expected it among the results of forward: return it, and add it in the criterion, or detach it"
+                )
+        for module, skeleton, name, buffer, version in before:
+            present, other = (buffers_of(each).get(name) for each in (module, skeleton))
+            is_written = present is not buffer or versions([buffer]) != version
+            # A cache that grows is another tensor.
+            if not (is_first or is_written) or present is None or present.shape != buffer.shape:
+                continue
+            if other is None or other.shape != buffer.shape or are_close(present, other):
+                continue
+            raise RuntimeError(
+                f"the forward has written other values to the buffer {self._name(module, name)} in each replica, expected a "
+                "buffer that does not depend on the rows: use a SumOverRows for a statistic of all rows, or return the values "
+                "and write the buffer after the update"
+            )
+
+    def _find_losses(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """Yields attributes that are numbers with a graph."""
+        for module in map(self.modules.__getitem__, self._custom):
+            for name, value in module.__dict__.items():
+                if type(value) is Tensor and not value.dim() and value.grad_fn is not None:
+                    yield module, name, value
+
+    def _name(self, module: nn.Module, name: str) -> str:
+        names = {each: prefix for prefix, each in self.modules[0].named_modules()}
+        return f"{names[module]}.{name}".lstrip(".")
+
+    @contextmanager
     def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:
         """Replaces the parameters of the modules by ``tensors`` in this block."""
         # dictionary, name, new value, old value
@@ -439,6 +490,31 @@ def _blocks_under(
 def class_of(module: nn.Module) -> Any:
     """Returns the class of a module, which has another one while it is checkpointed."""
     return getattr(module, "made_from", (type(module),))[0]
+
+
+def advancing_buffers(part: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that a forward may advance, but for flags, which it sets once, those that
+    are trained, class weights, and the statistics of norms.
+    """
+    if type(part).__module__ == "torch.nn.modules.loss" or isinstance(part, NormWithStatistics):
+        return {}
+    return {
+        name: buffer
+        for name, buffer in buffers_of(part).items()
+        if buffer is not None
+        and not (buffer.requires_grad or buffer.dtype in (torch.bool, torch.uint8))
+    }
+
+
+@torch.no_grad()
+def are_close(tensor: Tensor, other: Tensor) -> bool:
+    """Returns True if two tensors of any devices have the same values, or none, as in a trace.
+
+    The host waits.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return True
+    return bool(torch.isclose(move(other, tensor.device), tensor, equal_nan=True).all())
 
 
 def numbers_of(part: nn.Module) -> dict[str, int | float]:

@@ -39,7 +39,7 @@ from ..runtime.torch_private import (
     versions,
 )
 from .buckets import Bucket, GradientBuckets, kinds_of
-from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
+from .module_tree import ModuleTree, Skeletons, are_close, check_device, refuse_rescaled
 from .recorded import NotedSums, Refresh, check_refresh
 from .workers import T, Workers, run_in_turn, run_replicas
 
@@ -83,6 +83,7 @@ class Replicas:
         self._lock = threading.Lock()
         self.windows: list[Window] = []  # These are open. The outermost is the first.
         self._fresh_in: Window | None = None  # The window that has copied all values.
+        self._forwards = 0  # of several replicas, with this tree
 
     def __reduce__(self) -> Any:  # a copy of the model makes replicas of its own
         return Replicas, (self._refresh,)
@@ -132,25 +133,50 @@ class Replicas:
                         *self._skeletons[: len(others)],
                     ]
                     modules[:] = [tree.modules[0]] * len(modules)
-                shared = [
-                    self.copies.by_device.get(device, tree.parameters)
-                    for device in {*devices}
-                    if devices.count(device) > 1
-                ]
-                before = [*map(versions, shared)]
-                with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
+                with (
+                    self._same_state(tree, devices, len(others)),
+                    tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext(),
+                ):
                     yield modules
-                # rows that are rescaled twice stay the same
-                if before != [*map(versions, shared)] and not tree.rescaled:
-                    raise RuntimeError(
-                        "the forward wrote to a parameter that several replicas on one device share, so each of them wrote to "
-                        "it: expected one replica per device, or a write outside of forward, after the update"
-                    )
             except RuntimeError:
                 check_device(module, home)  # raises an error that names the cause
                 raise
             finally:
                 self._turns = []
+
+    @contextmanager
+    def _same_state(self, tree: ModuleTree, devices: Devices, others: int) -> Iterator[None]:
+        """Surrounds a forward that must not write to shared parameters, nor leave other state in
+        each replica: buffers and attributes are compared in the 1st, 2nd, 4th, 8th, ... one.
+        """
+        shared = [
+            self.copies.by_device.get(device, tree.parameters)
+            for device in {*devices}
+            if devices.count(device) > 1
+        ]
+        before = [*map(versions, shared)]
+        may_differ = True in [entry.states_differ for entry in self.windows]
+        self._forwards += not may_differ
+        is_due = not (may_differ or self._forwards & (self._forwards - 1))
+        unwritten = versions(tree.parameters) if is_due else []
+        same = tree.same_state(self._skeletons[:others], is_first=self._forwards == 1)
+        with same if is_due else nullcontext():
+            yield
+        if tree.rescaled:  # rows that are rescaled twice stay the same
+            return
+        if before != [*map(versions, shared)]:
+            raise RuntimeError(
+                "the forward wrote to a parameter that several replicas on one device share, so each of them wrote to it: "
+                "expected one replica per device, or a write outside of forward, after the update"
+            )
+        pairs = enumerate(zip(unwritten, versions(tree.parameters), strict=False))
+        places = [place for place, (version, now) in pairs if version != now]
+        for copies in self.copies.by_device.values() if places else ():
+            if not all(are_close(tree.parameters[place], copies[place]) for place in places):
+                raise RuntimeError(
+                    "the forward wrote other values to a parameter on each device, expected a write that does not depend on the "
+                    "rows, or one outside of forward, after the update"
+                )
 
     @property
     def are_fresh(self) -> bool:
@@ -250,6 +276,7 @@ class Replicas:
                 self._fresh_in = None
             self.tree = tree
             self._skeletons = []
+            self._forwards = 0
         if tree.parameters and len(set(devices)) > 1:
             self._follow_parameters(tree, devices, tree.parameters if wanted is None else wanted)
         while len(self._skeletons) < len(devices) - 1:
@@ -404,28 +431,33 @@ class Replicas:
 class Window:
     """A block in which replicas stay as they are.
 
-    ``deferred`` keeps gradients there; ``in_step``, a step runs all backwards.
+    ``deferred`` keeps gradients there; ``in_step``, a step runs all backwards; ``states_differ``,
+    the caller compares the state that forwards write.
     """
 
     deferred: bool
     in_step: bool
+    states_differ: bool
 
 
 @contextmanager
-def window(*modules: object, deferred: bool = False, in_step: bool = False) -> Iterator[None]:
+def window(
+    *modules: object, deferred: bool = False, in_step: bool = False, states_differ: bool = False
+) -> Iterator[None]:
     """Promises that the parameters are written to in ways that torch's version counters record, or
     not at all.
 
     In this block replicas of ``modules`` are refreshed by the first forward, and after writes that
     the counters record. With ``deferred``, gradients stay with the replicas. ``in_step`` promises
-    that backwards of compiled replicas run in this thread.
+    that backwards of compiled replicas run in this thread. With ``states_differ``, replicas may
+    leave other values in buffers.
     """
     replicas = [
         each
         for module in modules
         if isinstance(each := getattr(module, "replicas", None), Replicas)
     ]
-    entry = Window(deferred, in_step)
+    entry = Window(deferred, in_step, states_differ)
     for each in replicas:
         each.windows.append(entry)
     try:
