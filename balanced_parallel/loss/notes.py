@@ -455,7 +455,7 @@ class SumNotes(TorchFunctionMode):
             return forms[0]
         if name in _BOUNDS and forms[0].kind == "sum":
             return self._bound(forms[0], call)
-        if forms[0] == ROOT and (name == "square" or (name == "pow" and call.values[1:] == (2,))):
+        if forms[0] == ROOT and name in ("square", "pow") and call.values[1:] in ((), (2,)):
             return SUM
         if len(forms) != 2 or call.kwargs:
             return OTHER

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -281,50 +281,57 @@ class ModuleTree:
 
     @contextmanager
     def same_state(self, replicas: Sequence[Skeletons], *, is_first: bool) -> Iterator[None]:
-        """Surrounds a forward that must leave the same values in the buffers of all replicas.
+        """Surrounds a forward that must leave the same state in all replicas.
 
-        Raises ``RuntimeError`` for a buffer of a training module that it has left with values of
-        the rows of each replica, and for an attribute that it has set to a loss. Writes by
-        ``.data`` show in the first forward alone.
+        Raises ``RuntimeError`` for a buffer or a parameter of a training module that it has left
+        with values of the rows of each replica, and for an attribute that it has set to a loss.
+        Writes by ``.data`` show in buffers, in the first forward.
         """
-        before = [
-            (part.module, skeleton, name, buffer, versions([buffer]))
-            for part, skeleton, _ in itertools.chain.from_iterable(replicas)
-            if part.module.training
-            for name, buffer in advancing_buffers(part.module).items()
-        ]
-        losses = {(module, name): loss for module, name, loss in self._find_losses()}
+        before = {
+            (module, name): (tensor, versions([tensor]))
+            for module in self.modules
+            for name, tensor in self._state(module).items()
+        }
+        losses = self._losses()
         yield
-        for module, name, loss in self._find_losses():
-            if losses.get((module, name)) is not loss:
-                raise RuntimeError(
-                    f"the forward has set the attribute {self._name(module, name)} to a number with a gradient, of the rows of "
-                    "one replica, expected it among the results of forward: return it, and add it in the criterion, or detach it"
-                )
-        for module, skeleton, name, buffer, version in before:
-            present, other = (buffers_of(each).get(name) for each in (module, skeleton))
-            is_written = present is not buffer or versions([buffer]) != version
-            # A cache that grows is another tensor.
-            if not (is_first or is_written) or present is None or present.shape != buffer.shape:
-                continue
-            if other is None or other.shape != buffer.shape or are_close(present, other):
-                continue
-            raise RuntimeError(
-                f"the forward has written other values to the buffer {self._name(module, name)} in each replica, expected a "
-                "buffer that does not depend on the rows: use a SumOverRows for a statistic of all rows, or return the values "
-                "and write the buffer after the update"
-            )
+        for module, name, _ in self._losses() - losses:
+            self._refuse(module, f"set the attribute {name} to a number with a gradient")
+        for part, skeleton, _ in itertools.chain.from_iterable(replicas):
+            for name, present in self._state(part.module).items():
+                tensor, version = before.get((part.module, name), (present, None))
+                is_seen = present is tensor and not (is_first and type(tensor) is Tensor)
+                if is_seen and versions([tensor]) == version:
+                    continue
+                other = self._state(skeleton).get(name, tensor)
+                # A cache that grows is another tensor.
+                is_same_kind = tensor.shape == present.shape == other.shape
+                if is_same_kind and not are_close(present, other):
+                    self._refuse(part.module, f"written other values to the tensor {name}")
 
-    def _find_losses(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Yields attributes that are numbers with a graph."""
-        for module in map(self.modules.__getitem__, self._custom):
-            for name, value in module.__dict__.items():
-                if type(value) is Tensor and not value.dim() and value.grad_fn is not None:
-                    yield module, name, value
+    def _state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns the tensors that a forward in training may write, but must not rescale."""
+        if not module.training:
+            return {}
+        parameters = {} if self.rescaled else parameters_of(module)
+        present = {name: each for name, each in parameters.items() if each is not None}
+        return advancing_buffers(module) | present
 
-    def _name(self, module: nn.Module, name: str) -> str:
-        names = {each: prefix for prefix, each in self.modules[0].named_modules()}
-        return f"{names[module]}.{name}".lstrip(".")
+    def _losses(self) -> set[tuple[nn.Module, str, int]]:
+        """Returns the attributes that are numbers with a graph."""
+        return {
+            (module, name, id(value))
+            for module in self.modules
+            for name, value in module.__dict__.items()
+            if type(value) is Tensor and not value.dim() and value.grad_fn is not None
+        }
+
+    def _refuse(self, module: nn.Module, fact: str) -> NoReturn:
+        names = {each: name for name, each in self.modules[0].named_modules()}
+        raise RuntimeError(
+            f"the forward has {fact} of {names[module] or 'the model'} in each replica, expected state that does not depend on "
+            "the rows: use a SumOverRows for a statistic of all rows, or return the value, add it in the criterion if it is a "
+            "loss, and write state after the update"
+        )
 
     @contextmanager
     def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:

@@ -39,7 +39,7 @@ from ..runtime.torch_private import (
     versions,
 )
 from .buckets import Bucket, GradientBuckets, kinds_of
-from .module_tree import ModuleTree, Skeletons, are_close, check_device, refuse_rescaled
+from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
 from .recorded import NotedSums, Refresh, check_refresh
 from .workers import T, Workers, run_in_turn, run_replicas
 
@@ -54,7 +54,7 @@ class Replicas:
     gradient buckets.
 
     The first replica is the module itself, so writes to its buffers and attributes stay. The other
-    replicas have copies of the buffers: writes to them are lost, as in ``nn.DataParallel``.
+    replicas have copies of the buffers: writes to them are lost, and an error if they differ.
     Replicas on one device share the values of the parameters, and must not write to them.
 
     ``workers`` runs the replicas of a forward. ``None`` is :func:`run_replicas`. ``bucket_bytes``
@@ -83,7 +83,7 @@ class Replicas:
         self._lock = threading.Lock()
         self.windows: list[Window] = []  # These are open. The outermost is the first.
         self._fresh_in: Window | None = None  # The window that has copied all values.
-        self._forwards = 0  # of several replicas, with this tree
+        self._forwards = 0  # Forwards with several replicas of this tree
 
     def __reduce__(self) -> Any:  # a copy of the model makes replicas of its own
         return Replicas, (self._refresh,)
@@ -158,24 +158,14 @@ class Replicas:
         may_differ = True in [entry.states_differ for entry in self.windows]
         self._forwards += not may_differ
         is_due = not (may_differ or self._forwards & (self._forwards - 1))
-        unwritten = versions(tree.parameters) if is_due else []
         same = tree.same_state(self._skeletons[:others], is_first=self._forwards == 1)
         with same if is_due else nullcontext():
             yield
-        if tree.rescaled:  # rows that are rescaled twice stay the same
-            return
-        if before != [*map(versions, shared)]:
-            raise RuntimeError(
-                "the forward wrote to a parameter that several replicas on one device share, so each of them wrote to it: "
-                "expected one replica per device, or a write outside of forward, after the update"
-            )
-        pairs = enumerate(zip(unwritten, versions(tree.parameters), strict=False))
-        places = [place for place, (version, now) in pairs if version != now]
-        for copies in self.copies.by_device.values() if places else ():
-            if not all(are_close(tree.parameters[place], copies[place]) for place in places):
+            # rows that are rescaled twice stay the same
+            if before != [*map(versions, shared)] and not tree.rescaled:
                 raise RuntimeError(
-                    "the forward wrote other values to a parameter on each device, expected a write that does not depend on the "
-                    "rows, or one outside of forward, after the update"
+                    "the forward wrote to a parameter that several replicas on one device share, so each of them wrote to it: "
+                    "expected one replica per device, or a write outside of forward, after the update"
                 )
 
     @property
