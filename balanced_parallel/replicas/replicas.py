@@ -20,7 +20,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,40 +133,38 @@ class Replicas:
                         *self._skeletons[: len(others)],
                     ]
                     modules[:] = [tree.modules[0]] * len(modules)
-                with (
-                    self._same_state(tree, devices, len(others)),
-                    tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext(),
-                ):
-                    yield modules
+                shared = [
+                    self.copies.by_device.get(device, tree.parameters)
+                    for device in {*devices}
+                    if devices.count(device) > 1
+                ]
+                before = [*map(versions, shared)]
+                self._forwards += 1
+                is_due = not self._forwards & (self._forwards - 1)
+                # A call for each forward would take time.
+                with (nullcontext, self._comparing)[is_due](len(others)):
+                    is_replaced = home in tensors
+                    with tree.parameters_replaced(tensors[home]) if is_replaced else nullcontext():
+                        yield modules
+                    # rows that are rescaled twice stay the same
+                    if before != [*map(versions, shared)] and not tree.rescaled:
+                        raise RuntimeError(
+                            "the forward wrote to a parameter that several replicas on one device share, so each of them wrote "
+                            "to it: expected one replica per device, or a write outside of forward, after the update"
+                        )
             except RuntimeError:
                 check_device(module, home)  # raises an error that names the cause
                 raise
             finally:
                 self._turns = []
 
-    @contextmanager
-    def _same_state(self, tree: ModuleTree, devices: Devices, others: int) -> Iterator[None]:
-        """Surrounds a forward that must not write to shared parameters, nor leave other state in
-        each replica: buffers and attributes are compared in the 1st, 2nd, 4th, 8th, ... one.
+    def _comparing(self, others: int) -> AbstractContextManager[object]:
+        """Returns a block for the 1st, 2nd, 4th, 8th, ... forward, which must leave the same state in
+        all replicas.
         """
-        shared = [
-            self.copies.by_device.get(device, tree.parameters)
-            for device in {*devices}
-            if devices.count(device) > 1
-        ]
-        before = [*map(versions, shared)]
-        may_differ = True in [entry.states_differ for entry in self.windows]
-        self._forwards += not may_differ
-        is_due = not (may_differ or self._forwards & (self._forwards - 1))
-        same = tree.same_state(self._skeletons[:others], is_first=self._forwards == 1)
-        with same if is_due else nullcontext():
-            yield
-            # rows that are rescaled twice stay the same
-            if before != [*map(versions, shared)] and not tree.rescaled:
-                raise RuntimeError(
-                    "the forward wrote to a parameter that several replicas on one device share, so each of them wrote to it: "
-                    "expected one replica per device, or a write outside of forward, after the update"
-                )
+        if self.tree is None or True in [entry.states_differ for entry in self.windows]:
+            return nullcontext()
+        return self.tree.same_state(self._skeletons[:others], is_first=self._forwards == 1)
 
     @property
     def are_fresh(self) -> bool:
