@@ -15,6 +15,7 @@ from .. import DataParallelCriterion, DataParallelModel, TrainStep
 from ..batch.rows import Batch, as_arguments, spread
 from ..loss.copies import Criterion
 from ..replicas.module_tree import check_is_module
+from ..replicas.replicas import window
 from ..runtime import values
 from ..runtime.devices import resolve_devices
 from .bits import DigestedProgram, Run, compare_bits
@@ -133,7 +134,8 @@ def verify(
         number = 0
         while number < 2 and max(errors.values()) <= limit:
             number += 1
-            split_loss = _run_step(split, step, inputs, targets)
+            with window(wrapped, criterion_of_all, states_differ=True):
+                split_loss = _run_step(split, step, inputs, targets)
             loss = run_plain()
             errors = {"": relative_error(split_loss, loss), **_errors_of_gradients(plain, split)}
         losses = wrap(copy_of(inner))

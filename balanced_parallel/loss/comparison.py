@@ -33,6 +33,7 @@ from ..batch.marks import (
 from ..batch.outputs import PerReplica, join_outputs, join_tensors, padded, repeated_rows
 from ..batch.plan import consecutive
 from ..batch.rows import NOTHING, ParallelModel, Shard, count_rows, cut, move_leaves
+from ..replicas.replicas import window
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
@@ -287,7 +288,8 @@ class ComparisonOfSums:
         states = generator_states([device])
         rows = count_rows(targets, self.copies.dim, sum(sizes), "targets")
         shards = shards_of_targets(outputs, targets, rows, self.copies.dim, self.copies.devices)
-        results = Calls(self.copies, outputs, shards).run(self._statistics)
+        with window(self.copies, states_differ=True):
+            results = Calls(self.copies, outputs, shards).run(self._statistics)
         set_generators(states, [device])
         return [part.tensors for part in results if part.tensors]
 

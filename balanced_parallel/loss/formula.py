@@ -72,7 +72,7 @@ class Unknown(containers.Leaf):
 class Form(NamedTuple):
     """A tensor as a linear combination: of sums that are not divided, or that have equal counts."""
 
-    kind: str = "other"  # "zero", "constant", "sum", "bounded" or "mean"
+    kind: str = "other"  # "zero", "constant", "sum", "bounded", "mean" or "root" of a sum
     place: int = -1  # The statistic itself that a sum or a bound is of, or the count of a mean.
     least: float = 0.0  # The lower bound of the count.
     has_constant: bool = False
@@ -83,7 +83,7 @@ class Form(NamedTuple):
         return 1.0 if self.kind == "sum" else self.least
 
 
-OTHER, CONSTANT, ZERO, SUM = Form(), Form("constant"), Form("zero"), Form("sum")
+OTHER, CONSTANT, ZERO, SUM, ROOT = map(Form, ("other", "constant", "zero", "sum", "root"))
 
 
 class Operation(NamedTuple):
@@ -282,7 +282,7 @@ def add_forms(forms: Sequence[Form]) -> Form:
         for form in forms
         if form.kind not in ("zero", "constant")
     }
-    if len(alike) > 1 or kinds & {"other", "bounded"} or (has_constant and "sum" in kinds):
+    if len(alike) > 1 or kinds & {"other", "bounded", "root"} or (has_constant and "sum" in kinds):
         return OTHER
     return alike.pop()
 

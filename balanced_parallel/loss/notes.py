@@ -37,6 +37,7 @@ from .formula import (
     CONVERSIONS,
     OTHER,
     OVER_NUMBER,
+    ROOT,
     SUM,
     UNCHANGED,
     ZERO,
@@ -473,6 +474,8 @@ class SumNotes(TorchFunctionMode):
             return forms[0]
         if name in _BOUNDS and forms[0].kind == "sum":
             return self._bound(forms[0], call)
+        if forms[0] == ROOT and name in ("square", "pow") and call.values[1:] in ((), (2,)):
+            return SUM
         if len(forms) != 2 or call.kwargs:
             return OTHER
         if name in ("add", "sub", "rsub"):
@@ -588,7 +591,7 @@ class SumNotes(TorchFunctionMode):
             if orders <= {2, "fro"}:
                 squares = widen(result).square()
                 place = self._add("sum of squares", squares, may_learn=not is_target)
-                self._derive(root, "norm", [place], result, facts)
+                self._derive(root, "norm", [place], result, facts._replace(form=ROOT))
         else:
             count: Any = rows.numel()
             if self._of(rows).is_selected:

@@ -6,17 +6,19 @@ was, and the skeletons are filled again.
 """
 
 import functools
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..batch.containers import leaves, map_leaves
+from ..runtime.devices import move
 from ..runtime.torch_private import (
     BUFFERS,
     CHILDREN,
@@ -24,11 +26,13 @@ from ..runtime.torch_private import (
     FLAT_WEIGHTS,
     FORWARD_HOOKS,
     PARAMETERS,
+    NormWithStatistics,
     buffers_of,
     children_of,
     foreach_copy_,
     is_compiled,
     parameters_of,
+    versions,
 )
 
 
@@ -276,6 +280,47 @@ class ModuleTree:
                 _set_entries(entries, before)
 
     @contextmanager
+    def same_state(self, replicas: Sequence[Skeletons], *, is_first: bool) -> Iterator[None]:
+        """Surrounds a forward that must leave the same state in all replicas.
+
+        Raises ``RuntimeError`` for a buffer or a parameter of a training module that it has left
+        with values of the rows of each replica. Writes by ``.data`` show in buffers, in the first forward.
+        """
+        before = {
+            (module, name): (tensor, versions([tensor]))
+            for module in self.modules
+            for name, tensor in self._state(module).items()
+        }
+        yield
+        for part, skeleton, _ in itertools.chain.from_iterable(replicas):
+            for name, present in self._state(part.module).items():
+                tensor, version = before.get((part.module, name), (present, None))
+                is_seen = present is tensor and not (is_first and type(tensor) is Tensor)
+                if is_seen and versions([tensor]) == version:
+                    continue
+                other = self._state(skeleton).get(name, tensor)
+                # A cache that grows is another tensor.
+                is_same_kind = tensor.shape == present.shape == other.shape
+                if is_same_kind and not are_close(present, other):
+                    self._refuse(part.module, name)
+
+    def _state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns the tensors that a forward in training may write, but must not rescale."""
+        if not module.training:
+            return {}
+        parameters = {} if self.rescaled else parameters_of(module)
+        present = {name: each for name, each in parameters.items() if each is not None}
+        return advancing_buffers(module) | present
+
+    def _refuse(self, module: nn.Module, tensor: str) -> NoReturn:
+        names = {each: name for name, each in self.modules[0].named_modules()}
+        raise RuntimeError(
+            f"the forward has written other values to the tensor {tensor} of {names[module] or 'the model'} in each replica, "
+            "expected state that does not depend on the rows: use a SumOverRows for a statistic of all rows, or return the value "
+            "and write it after the update"
+        )
+
+    @contextmanager
     def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:
         """Replaces the parameters of the modules by ``tensors`` in this block."""
         # dictionary, name, new value, old value
@@ -439,6 +484,31 @@ def _blocks_under(
 def class_of(module: nn.Module) -> Any:
     """Returns the class of a module, which has another one while it is checkpointed."""
     return getattr(module, "made_from", (type(module),))[0]
+
+
+def advancing_buffers(part: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that a forward may advance, but for flags, which it sets once, those that
+    are trained, class weights, and the statistics of norms.
+    """
+    if type(part).__module__ == "torch.nn.modules.loss" or isinstance(part, NormWithStatistics):
+        return {}
+    return {
+        name: buffer
+        for name, buffer in buffers_of(part).items()
+        if buffer is not None
+        and not (buffer.requires_grad or buffer.dtype in (torch.bool, torch.uint8))
+    }
+
+
+@torch.no_grad()
+def are_close(tensor: Tensor, other: Tensor) -> bool:
+    """Returns True if two tensors of any devices have the same values, or none, as in a trace.
+
+    The host waits.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return True
+    return bool(torch.isclose(move(other, tensor.device), tensor, equal_nan=True).all())
 
 
 def numbers_of(part: nn.Module) -> dict[str, int | float]:

@@ -20,7 +20,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Replicas:
     gradient buckets.
 
     The first replica is the module itself, so writes to its buffers and attributes stay. The other
-    replicas have copies of the buffers: writes to them are lost, as in ``nn.DataParallel``.
+    replicas have copies of the buffers: writes to them are lost, and an error if they differ.
     Replicas on one device share the values of the parameters, and must not write to them.
 
     ``workers`` runs the replicas of a forward. ``None`` is :func:`run_replicas`. ``bucket_bytes``
@@ -83,6 +83,7 @@ class Replicas:
         self._lock = threading.Lock()
         self.windows: list[Window] = []  # These are open. The outermost is the first.
         self._fresh_in: Window | None = None  # The window that has copied all values.
+        self._forwards = 0  # Forwards with several replicas of this tree
 
     def __reduce__(self) -> Any:  # a copy of the model makes replicas of its own
         return Replicas, (self._refresh,)
@@ -138,19 +139,31 @@ class Replicas:
                     if devices.count(device) > 1
                 ]
                 before = [*map(versions, shared)]
-                with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
-                    yield modules
-                # rows that are rescaled twice stay the same
-                if before != [*map(versions, shared)] and not tree.rescaled:
-                    raise RuntimeError(
-                        "the forward wrote to a parameter that several replicas on one device share, so each of them wrote to "
-                        "it: expected one replica per device, or a write outside of forward, after the update"
-                    )
+                self._forwards += 1
+                is_due = not self._forwards & (self._forwards - 1)
+                with self._comparing(len(others)) if is_due else nullcontext():
+                    is_replaced = home in tensors
+                    with tree.parameters_replaced(tensors[home]) if is_replaced else nullcontext():
+                        yield modules
+                    # rows that are rescaled twice stay the same
+                    if before != [*map(versions, shared)] and not tree.rescaled:
+                        raise RuntimeError(
+                            "the forward wrote to a parameter that several replicas on one device share, so each of them wrote "
+                            "to it: expected one replica per device, or a write outside of forward, after the update"
+                        )
             except RuntimeError:
                 check_device(module, home)  # raises an error that names the cause
                 raise
             finally:
                 self._turns = []
+
+    def _comparing(self, others: int) -> AbstractContextManager[object]:
+        """Returns a block for the 1st, 2nd, 4th, 8th, ... forward, which must leave the same state in
+        all replicas.
+        """
+        if self.tree is None or True in [entry.states_differ for entry in self.windows]:
+            return nullcontext()
+        return self.tree.same_state(self._skeletons[:others], is_first=self._forwards == 1)
 
     @property
     def are_fresh(self) -> bool:
@@ -250,6 +263,7 @@ class Replicas:
                 self._fresh_in = None
             self.tree = tree
             self._skeletons = []
+            self._forwards = 0
         if tree.parameters and len(set(devices)) > 1:
             self._follow_parameters(tree, devices, tree.parameters if wanted is None else wanted)
         while len(self._skeletons) < len(devices) - 1:
@@ -404,28 +418,33 @@ class Replicas:
 class Window:
     """A block in which replicas stay as they are.
 
-    ``deferred`` keeps gradients there; ``in_step``, a step runs all backwards.
+    ``deferred`` keeps gradients there; ``in_step``, a step runs all backwards; ``states_differ``,
+    the caller compares the state that forwards write.
     """
 
     deferred: bool
     in_step: bool
+    states_differ: bool
 
 
 @contextmanager
-def window(*modules: object, deferred: bool = False, in_step: bool = False) -> Iterator[None]:
+def window(
+    *modules: object, deferred: bool = False, in_step: bool = False, states_differ: bool = False
+) -> Iterator[None]:
     """Promises that the parameters are written to in ways that torch's version counters record, or
     not at all.
 
     In this block replicas of ``modules`` are refreshed by the first forward, and after writes that
     the counters record. With ``deferred``, gradients stay with the replicas. ``in_step`` promises
-    that backwards of compiled replicas run in this thread.
+    that backwards of compiled replicas run in this thread. With ``states_differ``, replicas may
+    leave other values in buffers.
     """
     replicas = [
         each
         for module in modules
         if isinstance(each := getattr(module, "replicas", None), Replicas)
     ]
-    entry = Window(deferred, in_step)
+    entry = Window(deferred, in_step, states_differ)
     for each in replicas:
         each.windows.append(entry)
     try:

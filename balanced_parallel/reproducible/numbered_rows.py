@@ -162,14 +162,15 @@ class NumberedRows:
         rows = [row % distinct for row in range(3)] if batch.rows else []
         before = self._forwards.snapshot()
         try:
-            with torch.no_grad():
+            # A forward may differentiate by its inputs. Under DDP, graphs need a backward.
+            with torch.set_grad_enabled(collectives.world_size() == 1):
                 for count in (2, 3):
                     run(batch.shard(rows[:count], self._device))
                 draws = find_draws(*update.forwards[-2:]) if batch.rows else []
                 self._check_parts(batch, rows, draws, run)
         except torch.OutOfMemoryError as error:
             error.add_note(
-                "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
+                "reproducible=True runs two and three rows of its first batch, expected memory for them on the "
                 "first device, also with micro_batch_size='auto': pass smaller rows, or leave reproducible=True out"
             )
             raise

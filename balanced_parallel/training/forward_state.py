@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..replicas.all_rows import sums_rows
-from ..replicas.module_tree import numbers_of
+from ..replicas.module_tree import advancing_buffers, are_close, numbers_of
 from ..runtime.devices import move
-from ..runtime.torch_private import NormWithStatistics, buffers_of, versions
+from ..runtime.torch_private import buffers_of, versions
 
 
 class _Slot(NamedTuple):
@@ -29,7 +29,7 @@ class _Slot(NamedTuple):
     entries: dict[str, Any]
     name: str
     value: object
-    copy: object
+    copy: Any
     version: int
 
     def is_advanced(self) -> bool:
@@ -59,6 +59,8 @@ class ForwardState:
         names = {part: name for root in roots for name, part in root.named_modules()}
         self._names = {part: name for part, name in names.items() if any(_slots(part))}
         self.is_empty = not self._names
+        # Buffers of a module by names, whose writes no version counter shows, as those by .data.
+        self._unseen: set[tuple[str, str]] | None = None
         self.reset()
 
     @functools.cached_property
@@ -92,7 +94,17 @@ class ForwardState:
     def end_forward(self) -> None:
         """Keeps the state behind the first forward with rows, and compares that of others with it."""
         if self._after is None:
-            advanced = [(name, slot) for name, slot in self._slots if slot.is_advanced()]
+            if self._unseen is None:
+                self._unseen = {
+                    (name, slot.name)
+                    for name, slot in self._slots
+                    if isinstance(slot.value, Tensor) and not are_close(slot.value, slot.copy)
+                }
+            advanced = [
+                (name, slot)
+                for name, slot in self._slots
+                if slot.is_advanced() or (name, slot.name) in self._unseen
+            ]
             self._slots = [(name, slot) for name, slot in advanced if name not in self._summing]
             self._after = [_copy(slot.entries[slot.name]) for _, slot in self._slots]
             return
@@ -108,8 +120,7 @@ class ForwardState:
     def undo(self) -> None:
         """Puts back the state before an update of several forwards, which has failed."""
         for _, slot in self._slots:
-            if slot.is_advanced():
-                slot.put(slot.copy)
+            slot.put(slot.copy)
         self.reset()
 
     @torch.no_grad()
@@ -131,13 +142,9 @@ class ForwardState:
 
 
 def _slots(part: nn.Module) -> Iterable[_Slot]:
-    """Yields the state of a module, but for flags, which a forward sets once, and trained buffers."""
-    is_loss = type(part).__module__ == "torch.nn.modules.loss"  # It has class weights.
-    buffers = {} if is_loss or isinstance(part, NormWithStatistics) else buffers_of(part)
-    for name, tensor in buffers.items():
-        if tensor is None or tensor.requires_grad or tensor.dtype in (torch.bool, torch.uint8):
-            continue
-        yield _Slot(buffers, name, tensor, _copy(tensor), versions([tensor])[0])
+    """Yields the state of a module."""
+    for name, tensor in advancing_buffers(part).items():
+        yield _Slot(buffers_of(part), name, tensor, _copy(tensor), versions([tensor])[0])
     for name, number in numbers_of(part).items():
         yield _Slot(vars(part), name, number, number, 0)
 

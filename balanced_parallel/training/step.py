@@ -298,11 +298,17 @@ class TrainStep(SaysInstead):
 
         An ``add`` that fails drops all rows since the last update, with a note on its error.
         """
-        with self._updating(is_last=False) as (update, _):
-            run = BatchRun(self._open(inputs, targets), False)
-            self._forwards.begin(run)
-            update.add(run)
-            update.end_part()
+        is_only = self._update is None
+        try:
+            with self._updating(is_last=False) as (update, _):
+                run = BatchRun(self._open(inputs, targets), False)
+                self._forwards.begin(run)
+                update.add(run)
+                update.end_part()
+        except ChangedLossError:
+            if self._has_ranks or not is_only:
+                raise
+            self.add(inputs, targets)
 
     @naming_arguments
     def apply(self) -> Tensor:

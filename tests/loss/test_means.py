@@ -262,6 +262,10 @@ WEIGHT = nn.Parameter(torch.tensor([0.5, 0.25]))
 ACCEPTED = {
     "a norm": lambda out, values: (out - values).norm(),
     "a squared norm": lambda out, values: torch.linalg.norm(out - values) ** 2,
+    "squared norms over the rows, as of embeddings": lambda out, values: (
+        F.mse_loss(out, values) + 0.5 * (out.norm(2).pow(2) + (3 * values.norm()) ** 2) / len(out)
+    ),
+    "a squared sum of norms": lambda out, values: (out.norm() + 2 * values.norm()).square(),
     "a distance": lambda out, values: torch.dist(out, values),
     "a norm of zero": lambda out, values: (out * 0).norm() + out.square().mean(),
     "a dot product": lambda out, values: torch.dot(out[:, 0], values[:, 0]) / len(out),

@@ -524,3 +524,38 @@ def test_noise_of_a_criterion_needs_a_weight_where_rows_are_split():
     for settings in ({"devices": 3}, {"micro_batch_size": 2}):
         with pytest.raises(ValueError, match="or it draws random numbers: .* weight="):
             run(**settings)
+
+
+class Forces(nn.Module):
+    """Returns the derivative of an energy by its inputs, as a potential of atoms."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.energy = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 1))
+
+    def forward(self, places):
+        places = places.detach().requires_grad_(True)
+        energy = self.energy(places).sum()
+        return torch.autograd.grad(energy, places, create_graph=True)[0]
+
+
+def test_a_forward_that_differentiates_by_its_inputs_draws_the_same_numbers():
+    """The small forwards ran without gradients: "element 0 of tensors does not require grad"."""
+    results = []
+    for devices, limit in ((1, None), (3, 2)):
+        net = Forces()
+        criterion = DataParallelCriterion(
+            lambda out, aim: (out - aim).square().mean(), weight="rows"
+        )
+        step = TrainStep(
+            DataParallelModel(net, ["cpu"] * devices),
+            criterion,
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            micro_batch_size=limit,
+            reproducible=True,
+        )
+        torch.manual_seed(1)
+        rows = torch.randn(ROWS, 4)
+        results.append([step(rows, rows + 1), step(rows, rows - 1), *net.parameters()])
+    assert_close(*results)
