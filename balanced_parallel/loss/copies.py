@@ -150,7 +150,7 @@ class ShardLoss(NamedTuple):
         Without rows, a criterion that sums over all rows is called, since others wait for it.
         """
         is_awaited = self.collectives.sums_rows and not self.rows
-        results = [self.output, self.targets, self.kwargs, self.call() if is_awaited else None]
+        results = [self.output, self.targets, self.kwargs, is_awaited and self.call()]
         tensors = [
             *filter(is_differentiable, containers.tensors_in(results)),
             *_parameters(self.criterion),

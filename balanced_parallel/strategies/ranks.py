@@ -102,8 +102,9 @@ class RankModel(ParallelModel):
     def refuse_unshared(self) -> None:
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
         for name, parameter in self.module.named_parameters():
-            dtype = self.record.dtypes.get(id(parameter))
-            is_late = parameter.requires_grad and dtype != parameter.dtype
+            is_late = (
+                parameter.requires_grad and self.record.dtypes.get(id(parameter)) != parameter.dtype
+            )
             # FSDP2 puts gathered parameters in the place of shards.
             if is_late and not torch_private.is_gathered(parameter, self.units):
                 raise ValueError(
@@ -207,10 +208,10 @@ class RankModel(ParallelModel):
                 tensors += map(self.module.get_parameter, gather_objects([*self.written])[source])
             group = collectives.batch_group() or dist.group.WORLD
             torch_private.broadcast(tensors, source, group)
-        self.forget_rows()
+        self.has_rows = self.has_advanced = False
 
     def forget_rows(self) -> None:
-        """Begins an update, without rows."""
+        """Forgets that an update which has failed had rows."""
         self.has_rows = self.has_advanced = False
 
     def share_state(self, criterion: object) -> None:
@@ -353,7 +354,6 @@ class RankUpdate(UpdateSync):
 
     def __init__(self, model: RankModel, record: GradientRecord) -> None:
         self._model = model
-        model.forget_rows()  # An update before may have failed.
         self._record = record
         self._device = model.devices[0]
         self._ranks = collectives.world_size(record.group)
@@ -436,6 +436,7 @@ class RankUpdate(UpdateSync):
                     self._tell_end(error, RankReport(failure=1 if is_memory else 2))
         finally:
             self._forget_gradients()
+            self._model.forget_rows()
         if others_wait and is_memory:
             raise RuntimeError(
                 "this rank ran out of memory where others wait for it, so the batch cannot run again in smaller pieces: give "
