@@ -221,7 +221,7 @@ class RankModel(ParallelModel):
             if tensors:
                 group = collectives.batch_group() or dist.group.WORLD
                 torch_private.broadcast(tensors, source, group)
-        self.forget_rows()
+        self.has_rows = self.has_advanced = False
 
     def _take_state(self, source: int) -> list[Tensor]:
         """Takes the numbers of the criterion from a rank, unless this one has called it.
@@ -239,7 +239,7 @@ class RankModel(ParallelModel):
         return [*map(self.module.get_parameter, written)]
 
     def forget_rows(self) -> None:
-        """Begins an update, without rows."""
+        """Forgets that an update which has failed had rows."""
         self.has_rows = self.has_advanced = False
 
     def share_state(self, criterion: DataParallelCriterion) -> None:
@@ -384,7 +384,6 @@ class RankUpdate(UpdateSync):
 
     def __init__(self, model: RankModel, record: GradientRecord) -> None:
         self._model = model
-        model.forget_rows()  # An update before may have failed.
         self._record = record
         self._device = model.devices[0]
         self._ranks = collectives.world_size(record.group)
@@ -468,6 +467,7 @@ class RankUpdate(UpdateSync):
                     self._tell_end(error, RankReport(failure=1 if is_memory else 2))
         finally:
             self._forget_gradients()
+            self._model.forget_rows()
         if others_wait and is_memory:
             raise RuntimeError(
                 "this rank ran out of memory where others wait for it, so the batch cannot run again in smaller pieces: give "
