@@ -157,7 +157,7 @@ class SumNotes(TorchFunctionMode):
         self._counts: dict[Hashable, int] = {}  # Losses of the same targets have one.
         self.has_unknown_count = False
         self._is_blind = False
-        self._has_compared = False  # Python has compared sums, as min() does.
+        self._compared: set[int] = set()  # Python has compared these sums, as min() does.
         self._operations: list[Operation] = []
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
@@ -435,7 +435,9 @@ class SumNotes(TorchFunctionMode):
         if type(result) in (int, torch.Size):
             self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in call.tensors)
         if call.name == "bool":
-            self._has_compared = self._has_compared or call.level == _OF_SUMS
+            place = self._of(call.tensors[0]).number
+            if call.level == _OF_SUMS and place is not None:
+                self._compared |= places_behind([Value(place)], self._operations)
             # A loop may count rows by their truth.
             self._knows_numbers &= not self._of(call.tensors[0]).is_element
         if call.name in _READS and call.tensors:
@@ -706,8 +708,10 @@ class SumNotes(TorchFunctionMode):
         return self._place(leaf) if is_known else Unknown()
 
     def _described(self, statistic: Statistic) -> Statistic:
-        """Returns a statistic without its value, with its order if Python has compared some."""
-        order = f" {[*self.statistics].index(statistic.number) + 1}" if self._has_compared else ""
+        """Returns a statistic without its value, with its order if Python has compared it."""
+        compared = [number for number in self.statistics if number in self._compared]
+        is_compared = statistic.number in compared
+        order = f" {compared.index(statistic.number) + 1}" if is_compared else ""
         count = statistic.value
         per_row = count / self._rows if isinstance(count, (int, float)) and self._rows else None
         return statistic._replace(value=None, order=order, per_row=per_row)

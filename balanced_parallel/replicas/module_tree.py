@@ -245,7 +245,8 @@ class ModuleTree:
             skeletons[place][1].__dict__[name] = map_leaves(
                 lambda leaf: buffers.get(id(leaf), leaf), value
             )
-        self._bind_methods(skeletons)
+        if self._methods:
+            self._bind_methods(skeletons)
         return skeletons[0][1]
 
     @contextmanager

@@ -139,9 +139,7 @@ class Replicas:
                     if devices.count(device) > 1
                 ]
                 before = [*map(versions, shared)]
-                self._forwards += 1
-                is_due = not self._forwards & (self._forwards - 1)
-                with self._comparing(len(others)) if is_due else nullcontext():
+                with self._comparing(len(others)):
                     is_replaced = home in tensors
                     with tree.parameters_replaced(tensors[home]) if is_replaced else nullcontext():
                         yield modules
@@ -161,8 +159,11 @@ class Replicas:
         """Returns a block for the 1st, 2nd, 4th, 8th, ... forward, which must leave the same state in
         all replicas.
         """
-        if self.tree is None or True in [entry.states_differ for entry in self.windows]:
+        self._forwards += 1
+        is_due = not self._forwards & (self._forwards - 1)
+        if not is_due or True in [entry.states_differ for entry in self.windows]:
             return nullcontext()
+        assert self.tree is not None
         return self.tree.same_state(self._skeletons[:others], is_first=self._forwards == 1)
 
     @property

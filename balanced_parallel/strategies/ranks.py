@@ -7,6 +7,7 @@ row in their place, and nothing of it is left but the structure of the output.
 
 import abc
 import contextlib
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from ..loss.names import SumName, compare_names, digest_names
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
-from ..replicas.module_tree import copy_state, numbers_of
+from ..replicas.module_tree import advancing_buffers, copy_state, numbers_of
 from ..replicas.replicas import without_trace
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects, refuse_renorm
@@ -76,11 +77,9 @@ class RankModel(ParallelModel):
         self.runs: dict[tuple[str | None, bool], bool] = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
-        self._criterion: list[nn.Module] = []  # Modules whose calls may advance a state.
-        self._is_whole = False  # The criterion runs on all rows, on each rank that has some.
-        self._numbers: list[
-            dict[str, int | float]
-        ] = []  # The criterion's before the first forward.
+        self._of_criterion: list[dict[str, Tensor | None]] = []
+        self._counting: list[nn.Module] = []  # Parts of the criterion that have numbers.
+        self._numbers: list[dict[str, int | float]] = []  # Those before the first forward.
         self.has_advanced = False  # Numbers of a rank without rows, in this update.
         self.has_numbers = any(map(numbers_of, self.module.modules()))
         # Parameters in the first run of a method, and their memory before it.
@@ -137,7 +136,7 @@ class RankModel(ParallelModel):
         kind = method, module.training
         if rows != 0 and torch.is_grad_enabled() and not self.has_rows:
             self.has_rows = True
-            self._numbers = [*map(numbers_of, self._criterion)]
+            self._numbers = [*map(numbers_of, self._counting)]
         if rows == 0 and self.runs.get(kind):
             raise RuntimeError(
                 "this rank has no rows, and the module communicates with the other ranks itself, expected rows on each rank in "
@@ -204,37 +203,33 @@ class RankModel(ParallelModel):
         """Gives all ranks the buffers of the first rank that has had rows since the last time.
 
         ``with_rows`` tells which ranks have; they are asked without it. If some have not, they get
-        what calls of the criterion there have advanced, and parameters that the forwards of
+        the numbers that the criterion has counted there, and parameters that the forwards of
         ``writes`` ranks write.
         """
-        tensors = _buffers_in(self._of_layers)
-        of_criterion = _buffers_in(map(torch_private.buffers_of, self._criterion))
-        if (tensors or self._criterion) and not with_rows:
+        parts = *self._of_layers, *self._of_criterion
+        tensors = [each for part in parts for each in part.values() if each is not None]
+        if (tensors or self._counting) and not with_rows:
             with_rows = gather_objects(self.has_rows)
-        is_full = all(with_rows)
-        if self._is_whole or not is_full:
-            tensors += of_criterion
         if any(with_rows):
             source = with_rows.index(True)
-            if not is_full and (writes or self._criterion):
-                tensors += self._take_state(source)
+            if (writes or self._counting) and not all(with_rows):
+                tensors += self._take_numbers(source)
             if tensors:
                 group = collectives.batch_group() or dist.group.WORLD
                 torch_private.broadcast(tensors, source, group)
         self.has_rows = self.has_advanced = False
 
-    def _take_state(self, source: int) -> list[Tensor]:
-        """Takes the numbers of the criterion from a rank, unless this one has called it.
+    def _take_numbers(self, source: int) -> list[Tensor]:
+        """Takes the numbers of the criterion from a rank, unless this one has counted itself.
 
         Returns the parameters that forwards there have written.
         """
-        advanced = [
-            numbers_of(part).items() - before.items()
-            for part, before in zip(self._criterion, self._numbers, strict=False)
-        ]
-        written, numbers = gather_objects(([*self.written], advanced))[source]
+        before = [*map(dict.items, self._numbers)]
+        after = [numbers_of(part).items() for part in self._counting]
+        counted = [*map(operator.sub, after, before)]
+        written, numbers = gather_objects(([*self.written], counted))[source]
         if not self.has_rows:
-            for part, each in zip(self._criterion, numbers, strict=True):
+            for part, each in zip(self._counting, numbers, strict=True):
                 vars(part).update(each)
         return [*map(self.module.get_parameter, written)]
 
@@ -242,14 +237,13 @@ class RankModel(ParallelModel):
         """Forgets that an update which has failed had rows."""
         self.has_rows = self.has_advanced = False
 
-    def share_state(self, criterion: DataParallelCriterion) -> None:
+    def share_state(self, criterion: nn.Module) -> None:
         """Shares what calls of a criterion advance, too."""
-        self._is_whole = criterion.whole
-        self._criterion = [
-            part
-            for part in criterion.modules()
-            if numbers_of(part) or torch_private.buffers_of(part)
+        parts = [*criterion.modules()]
+        self._of_criterion = [
+            torch_private.buffers_of(each) for each in filter(advancing_buffers, parts)
         ]
+        self._counting = [*filter(numbers_of, parts)]
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""
@@ -552,10 +546,6 @@ def watch_output(
         return _watch(tensors, first, at_backward)[0]
     watched = iter(_watch(tensors, first, at_backward))
     return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, output)
-
-
-def _buffers_in(parts: Iterable[dict[str, Tensor | None]]) -> list[Tensor]:
-    return [each for part in parts for each in part.values() if each is not None]
 
 
 def tensors_of(output: object) -> list[Tensor]:

@@ -131,7 +131,7 @@ def test_tensors_of_other_kinds_are_split_or_refused(name):
 def test_a_tuple_of_mappings_is_accepted_where_a_list_may_have_one_for_each_row():
     entries = [{"x": torch.full((5, 2), float(number))} for number in range(3)]
     with pytest.raises(
-        ValueError, match="each entry may be a row, or have all rows; .*make it a tuple"
+        ValueError, match="each entry may be a row, or have all rows, .*make it a tuple"
     ):
         DataParallelModel(nn.Identity(), CPUS)(entries)
     outputs = DataParallelModel(nn.Identity(), CPUS)(tuple(entries)).gather()
