@@ -153,7 +153,7 @@ class SumNotes(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.statistics: dict[int, Statistic] = {}  # by their place in the formula
+        self.statistics: dict[int, Statistic] = {}  # The keys are places in the formula.
         self._counts: dict[Hashable, int] = {}  # Losses of the same targets have one.
         self.has_unknown_count = False
         self._is_blind = False

@@ -227,10 +227,8 @@ class ModuleTree:
             # for each replica. The handle of a hook needs a dictionary that lives on, as that of
             # the skeleton does.
             hooks = skeleton.__dict__[FORWARD_HOOKS]
-            registered = state[FORWARD_HOOKS]
-            if hooks or registered:
-                hooks.clear()
-                hooks.update(registered)
+            hooks.clear()
+            hooks.update(state[FORWARD_HOOKS])
             state[FORWARD_HOOKS] = hooks
             # Python without its lock frees a dictionary late that is replaced.
             skeleton.__dict__.clear()

@@ -79,7 +79,7 @@ class RankModel(ParallelModel):
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
         self._of_criterion: list[dict[str, Tensor | None]] = []
         self._counting: list[nn.Module] = []  # Parts of the criterion that have numbers.
-        self._numbers: list[dict[str, int | float]] = []  # Those before the first forward.
+        self._numbers: list[dict[str, int | float]] = []  # They are read before the first forward.
         self.has_advanced = False  # Numbers of a rank without rows, in this update.
         self.has_numbers = any(map(numbers_of, self.module.modules()))
         # Parameters in the first run of a method, and their memory before it.
