@@ -141,7 +141,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         check_type("params", params, Iterable, "parameters, or param groups")
         groups = _ParamGroups(params, {}).param_groups
         self._is_ready = False
-        self.steps = 0  # Those that came behind all hooks are counted.
+        self.steps = 0  # A step is counted once its hooks have run.
         self.recipe = Recipe(optimizer_class, groups, defaults)
         self.shard = shard
         self.shards = _shard(model, self.recipe, shard)
@@ -510,7 +510,7 @@ class _ParameterRanks(_ElementRanks):
         self._use(self._owned, self._values)
         try:
             getattr(self.inner, method)()
-        finally:  # Where this rank fails, the others wait for what it owns as well.
+        finally:  # The others wait for what this rank owns, also if it fails.
             self._use(self._whole, self._parameter_of)
             forget_gradients(self._gathered.values())
             for number in range(world_size()):
