@@ -141,6 +141,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         check_type("params", params, Iterable, "parameters, or param groups")
         groups = _ParamGroups(params, {}).param_groups
         self._is_ready = False
+        self.steps = 0  # A step is counted once its hooks have run.
         self.recipe = Recipe(optimizer_class, groups, defaults)
         self.shard = shard
         self.shards = _shard(model, self.recipe, shard)
@@ -182,8 +183,16 @@ class BalancedOptimizer(torch.optim.Optimizer):
         """Updates each shard on the device that owns it. Returns the result of the closure."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        self.steps += 1
         self.shards.run("step")
         return loss
+
+    def take_part(self, steps: int) -> None:
+        """Exchanges what the other ranks wait for in a step that failed on this one, such as in a
+        hook, unless there were more than ``steps`` since.
+        """
+        if self.steps == steps and isinstance(self.shards, _ParameterRanks):
+            self.shards.run("zero_grad")
 
     def train(self) -> None:
         """Begins the training mode of optimizers that have modes, such as schedule-free ones.
@@ -501,18 +510,18 @@ class _ParameterRanks(_ElementRanks):
         self._use(self._owned, self._values)
         try:
             getattr(self.inner, method)()
-        finally:
+        finally:  # The others wait for what this rank owns, also if it fails.
             self._use(self._whole, self._parameter_of)
-        forget_gradients(self._gathered.values())
-        for number in range(world_size()):
-            learning = [
-                each
-                for each in self._parameters
-                if self._owners[each] == number and each.requires_grad
-            ]
-            for chunk in transport.chunks(learning, transport.BUFFER_BYTES):
-                self._send([learning[i] for i in chunk], number)
-        self._release()
+            forget_gradients(self._gathered.values())
+            for number in range(world_size()):
+                learning = [
+                    each
+                    for each in self._parameters
+                    if self._owners[each] == number and each.requires_grad
+                ]
+                for chunk in transport.chunks(learning, transport.BUFFER_BYTES):
+                    self._send([learning[i] for i in chunk], number)
+            self._release()
 
     def _use(self, groups: Sequence[list[Tensor]], tensors: Mapping[Tensor, Tensor]) -> None:
         """Gives the optimizer the tensors of its groups, and the state of those that they replace."""

@@ -203,16 +203,24 @@ class ParameterUpdate:
         norm = self.grad_norm
         if norm is not None and self._skip_above and not norm <= self._skip_above:
             return
-        for optimizer in self.optimizers:
-            _claims[optimizer] = _OWN  # the hook lets this step pass
-            try:
-                optimizer.step()
-            # SAM has a default for the closure that it needs
-            except (AssertionError, TypeError) as error:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step() failed without a closure: {error}; if it needs one, call "
-                    "optimizer.step(closure) in a loop of your own"
-                ) from error
+        balanced = {
+            each: each.steps for each in self.optimizers if isinstance(each, BalancedOptimizer)
+        }
+        try:
+            for optimizer in self.optimizers:
+                _claims[optimizer] = _OWN  # the hook lets this step pass
+                try:
+                    optimizer.step()
+                # SAM has a default for the closure that it needs
+                except (AssertionError, TypeError) as error:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__}.step() failed without a closure: {error}; if it needs one, call "
+                        "optimizer.step(closure) in a loop of your own"
+                    ) from error
+        except BaseException:  # The other ranks step, and learn of it in the next update.
+            for each, steps in balanced.items():
+                each.take_part(steps)
+            raise
         self.has_stepped = True
 
 

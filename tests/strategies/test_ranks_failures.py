@@ -3,22 +3,32 @@
 An error is injected at each call of an operator, which allocates or exchanges, by the line of the package that makes it.
 """
 
+import functools
+import itertools
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.fsdp import whole
 from helpers.ranks import on_ranks, run_ranks
-from helpers.slow import slow
+from helpers.slow import slow, slow_but
 from helpers.steps import parallel_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import balanced_parallel
-from balanced_parallel import DataParallelCriterion, DiceLoss, TrainStep, parallelize
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DiceLoss,
+    TrainStep,
+    parallelize,
+)
 from balanced_parallel.batch.rows import Batch
 from balanced_parallel.strategies.ranks import RankModel
 from balanced_parallel.training.optimizers import ParameterUpdate
@@ -329,3 +339,48 @@ def test_a_rank_fails_in_the_small_forwards_of_the_first_reproducible_update(ran
         step(*batch)
     losses = step(*batch), step(*batch)
     assert losses[1] < losses[0]
+
+
+class Failing(torch.optim.SGD):
+    """Fails where a list, which tests fill, names it."""
+
+    left: ClassVar = []
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.tick("step")
+
+    @classmethod
+    def tick(cls, place, *arguments):
+        if place in cls.left:
+            cls.left.remove(place)
+            raise torch.OutOfMemoryError(f"no state in the {place}")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place"),
+    slow_but(
+        [*itertools.product(["ddp", "fsdp"], ["step", "hook"])], ("ddp", "hook"), ("fsdp", "step")
+    ),
+)
+@on_ranks(2, timeout=60)
+def test_a_rank_fails_in_its_part_of_the_optimizers(rank, strategy, place):
+    """The other rank waits for the parameters that this one owns, of both optimizers."""
+    torch.manual_seed(0)
+    model, criterion = parallelize(Net(), nn.MSELoss(), ["cpu"], strategy=strategy)
+    optimizers = [
+        BalancedOptimizer(model, Failing, part.parameters(), shard="parameters", lr=0.1)
+        for part in (model.module.out, model.module.blocks)
+    ]
+    optimizers[0].register_step_pre_hook(functools.partial(Failing.tick, "hook"))
+    step = TrainStep(model, criterion, optimizers)
+    step(*batch(0, rank))
+    Failing.left += [place] * (rank == 1)
+    with pytest.raises(torch.OutOfMemoryError, match="no state") if rank == 1 else nullcontext():
+        step(*batch(1, rank))
+    for parameter in model.parameters():
+        values = [None, None]
+        dist.all_gather_object(values, whole(parameter).detach())
+        assert torch.equal(*values)  # Ranks have not parted.
+    with pytest.raises(ValueError, match=f"the ranks differ(.|\n)*no state in the {place}"):
+        step(*batch(2, rank))
