@@ -30,6 +30,7 @@ from ..batch.rows import Batch, ParallelModel, take
 from ..replicas.batchnorm import meets_others
 from ..replicas.module_tree import keep_numbers
 from ..replicas.replicas import without_trace
+from ..runtime.collectives import gather_objects
 from ..runtime.random_numbers import forward_by_row
 from .notes import SumNotes
 
@@ -104,18 +105,28 @@ class ForwardNotes:
 
 
 def note_again(outputs: PerReplica) -> None:
-    """Runs the forward by hand of outputs again, with notes, if it had none.
+    """Runs the forward by hand of outputs again, with notes, if it had none, and if the output has a
+    number on all ranks.
 
     Later forwards of the model are noted at once. All ranks call this.
     """
+    if outputs.notes is not None:
+        return
     model: ParallelModel | None = outputs.model_of()
-    for number, forward in enumerate(model.latest if model else ()):
-        if model and forward.outputs() is outputs and forward.noting is None:
-            model.note(ForwardNotes())
-            if model.noting is None:  # Another run of a compiled module would show nothing.
-                return
-            with without_trace(model.module, model.devices), keep_numbers(model.module):
-                model.run_again(number, outputs)
+    numbers = [
+        number
+        for number, forward in enumerate(model.latest if model else ())
+        if forward.outputs() is outputs
+    ]
+    # One row with one feature is a number, too, and a forward of FSDP2 waits for all ranks.
+    if not all(gather_objects(bool(numbers))) or model is None:
+        return
+    model.note(ForwardNotes())
+    if model.noting is None:  # Another run of a compiled module would show nothing.
+        return
+    for number in numbers:
+        with without_trace(model.module, model.devices), keep_numbers(model.module):
+            model.run_again(number, outputs)
 
 
 class RowsOfForward(NamedTuple):

@@ -236,7 +236,7 @@ def bytes_in_use(step: TrainStep, unit: int) -> Counter[torch.device]:
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
     for group in groups_of(optimizers):
         tensors += group["params"]
-    replicas = [part.replicas for part in parts if hasattr(part, "replicas")]
+    replicas = [part.replicas for part in parts if getattr(part, "replicas", None) is not None]
     tensors += [
         *copies_of(replicas),
         *gradients_of(tensors, replicas, optimizers),
