@@ -411,12 +411,22 @@ class Option:
         return 3 * self.gradients * (ON_HOST.saving.name in self.request.savings)
 
     def traffic(self, count: int, whole: int = 0) -> int:
-        """Returns the bytes per update between the busiest device and others."""
+        """Returns the bytes per update between the busiest device and others.
+
+        Frozen values stay where they are, unless they are gathered for each forward.
+        """
         request = self.request
-        reductions = 1 if whole else count
-        sizes = self.parameters, self.gradients
-        moved: int = request.layout.traffic(request, *sizes, len(self.capacity), count, reductions)
-        return moved
+        devices = len(self.capacity)
+        if request.layout.is_sharded:
+            gathered = self.parameters // 2 if request.precision == "bf16" else self.parameters
+            reductions = 1 if whole else count
+            # values and gradients to all ranks, values from owners
+            learned = (2 * reductions + 6 * request.balanced) * self.gradients
+            return (4 * gathered * count + learned) * (devices - 1) // devices
+        moved = 2 * (devices - 1) * self.gradients
+        # a reduce-scatter and an all-gather, or from and to the first device
+        is_ring = request.balanced or self.is_distributed
+        return 2 * moved // devices if is_ring else moved
 
 
 class Search:

@@ -219,29 +219,6 @@ class SingleDevice:
         """
         return iter(())
 
-    @classmethod
-    def traffic(
-        cls,
-        request: Request,
-        parameters: int,
-        learned: int,
-        devices: int,
-        micro_batches: int,
-        reductions: int,
-    ) -> int:
-        """Returns the bytes to and from the busiest device per update.
-
-        Args:
-            parameters: their bytes, of which ``learned`` are trained. Frozen values stay where they
-                are, unless they are gathered for each forward.
-            devices: the number of devices of all hosts.
-            reductions: how often gradients are reduced.
-        """
-        moved = 2 * (devices - 1) * learned
-        # a reduce-scatter and an all-gather, or from and to the first device
-        is_ring = request.balanced or cls.is_distributed
-        return 2 * moved // devices if is_ring else moved
-
     def accumulating(self) -> AbstractContextManager[None]:
         """Begins a micro-batch that is not the last of its update.
 
@@ -509,23 +486,6 @@ class FSDP(SingleDevice):
             module, mesh, Precision(request.precision), lambda unit: None
         )
         super().__init__(request, module, criterion)
-
-    @classmethod
-    def traffic(
-        cls,
-        request: Request,
-        parameters: int,
-        learned: int,
-        devices: int,
-        micro_batches: int,
-        reductions: int,
-    ) -> int:
-        """Returns the bytes of the parameters that are gathered, and of the gradients."""
-        gathered = parameters // 2 if request.precision == "bf16" else parameters
-        moved = 4 * gathered * micro_batches + 2 * learned * reductions
-        # values and gradients to all ranks, values from owners
-        moved += 6 * learned * request.balanced
-        return moved * (devices - 1) // devices
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
