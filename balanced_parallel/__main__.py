@@ -146,16 +146,22 @@ def make_parser() -> OneLineParser:
         metavar="NAME,...",
         help="functions of balanced_parallel.savings that are applied before",
     )
-    place = (
-        "of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)"
-    )
     for name in ("plan", "fit"):
         commands[name].add_argument(
-            "--memory", dest="capacity", type=capacity, metavar="SIZE", help=place
+            "--memory",
+            dest="capacity",
+            type=capacity,
+            metavar="SIZE",
+            help="of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)",
         )
     add = commands["plan"].add_argument
-    best = "time for the search; after it, or Ctrl-C, the best option so far is printed"
-    add("--seconds", type=float, default=math.inf, metavar="S", help=best)
+    add(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        metavar="S",
+        help="time for the search; after it, or Ctrl-C, the best option so far is printed",
+    )
     add(
         "--hosts",
         default=1,
@@ -175,8 +181,12 @@ def _problem_and_step() -> OneLineParser:
     """Makes the flags that all commands have."""
     parser = OneLineParser(add_help=False)
     add = parser.add_argument
-    place = "or package.module:name; a function without arguments that returns (module, criterion, inputs, targets)"
-    add("--problem", required=True, metavar="FILE.py:NAME", help=place)
+    add(
+        "--problem",
+        required=True,
+        metavar="FILE.py:NAME",
+        help="or package.module:name; a function without arguments that returns (module, criterion, inputs, targets)",
+    )
     add(
         "--dim",
         type=dimension,
@@ -184,8 +194,11 @@ def _problem_and_step() -> OneLineParser:
         metavar="N",
         help="the dimension of the rows (default: 0)",
     )
-    rows = "rows per update, over all devices and ranks (default: those of the inputs)"
-    add("--batch-size", help=rows, **NUMBER)
+    add(
+        "--batch-size",
+        **NUMBER,
+        help="rows per update, over all devices and ranks (default: those of the inputs)",
+    )
     add("--devices", default=1, **NUMBER, help="how many, or how many ranks (default: 1)")
     add(
         "--optimizer",
@@ -205,10 +218,18 @@ def _problem_and_step() -> OneLineParser:
         metavar="KIND",
         help="h200, a100, ..., cpu; estimate takes several: a100,rtx4090 (default: this machine's accelerator, else h200)",
     )
-    scalar = "the largest value that the module reads of a tensor (.item(), if), where it does"
-    add("--scalar", type=float, metavar="X", help=scalar)
-    page = "write a page: memory over the step, the holders of its peak, the options of a plan; needs no network"
-    add("--html", type=Path, metavar="FILE.html", help=page)
+    add(
+        "--scalar",
+        type=float,
+        metavar="X",
+        help="the largest value that the module reads of a tensor (.item(), if), where it does",
+    )
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE.html",
+        help="write a page: memory over the step, the holders of its peak, the options of a plan; needs no network",
+    )
     add("--json", action="store_true", help="print JSON, and assumptions to stderr")
     return parser
 
@@ -229,7 +250,7 @@ def estimate(flags: argparse.Namespace) -> int:
         print(text, file=flags.output)
         return 0 if any(report.at(report.rows).fits for report in comparison.values()) else 1
     report = memory.estimate(**settings)
-    return _show(flags, report.to_json() if flags.json else str(report), report)
+    return _show(flags, report, str(report))
 
 
 def plan(flags: argparse.Namespace) -> int:
@@ -245,9 +266,7 @@ def plan(flags: argparse.Namespace) -> int:
         # The module has values there.
         rest = [line for line in result.lines[place:] if line != MATERIALIZE]
         result = dataclasses.replace(result, lines=(*result.lines[:place], *source, *rest))
-    return _show(
-        flags, result.to_json() if flags.json else result.describe(verbose=flags.verbose), result
-    )
+    return _show(flags, result, result.describe(verbose=flags.verbose))
 
 
 def fit(flags: argparse.Namespace) -> int:
@@ -259,7 +278,7 @@ def fit(flags: argparse.Namespace) -> int:
         raise ValueError(f"{request.kind.name} has no capacity, expected --memory")
     rows, report = fit_request(request, parse_each(size, flags.devices))
     title = f"micro_batch_size={rows}, in {report.micro_batches} micro-batch(es)"
-    return _show(flags, report.to_json() if flags.json else f"{title}\n\n{report}", report)
+    return _show(flags, report, f"{title}\n\n{report}")
 
 
 def tricks(flags: argparse.Namespace) -> int:
@@ -277,14 +296,14 @@ def tricks(flags: argparse.Namespace) -> int:
     rows = [(planned.saving.name, size, planned.saving.cost) for planned, size in saved.items()]
     if flags.json:
         items = [dict(zip(("name", "saves", "cost"), row, strict=True)) for row in rows]
-        return _show(flags, json.dumps({"peak": peak, "tricks": items}, indent=2), report)
+        return _show(flags, report, "", json.dumps({"peak": peak, "tricks": items}, indent=2))
     lines = [[name, format_bytes(size), f"{size / peak:.0%}", cost] for name, size, cost in rows]
     table = tabulate(
         lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True
     )
     others = ", ".join(planned.saving.name for planned in PLANNED if planned not in saved)
     first = f"peak without tricks: {format_bytes(peak)} on the busiest device"
-    return _show(flags, f"{first}\n\n{table}\n\nnot traced for this step: {others}", report)
+    return _show(flags, report, f"{first}\n\n{table}\n\nnot traced for this step: {others}")
 
 
 def layout_of(devices: int) -> str:
@@ -309,9 +328,14 @@ def _build(flags: argparse.Namespace, *names: str) -> tuple[Problem, int, dict[s
     return problem, flags.batch_size or problem.batch.rows or 0, settings
 
 
-def _show(flags: argparse.Namespace, text: str, result: MemoryReport | MemoryPlan) -> int:
-    """Prints a result, and writes its page. Returns the exit code, 1 if nothing fits."""
-    print(text, file=flags.output)
+def _show(
+    flags: argparse.Namespace, result: MemoryReport | MemoryPlan, text: str, as_json: str = ""
+) -> int:
+    """Prints a result as text or as JSON, by default its own, and writes its page.
+
+    Returns the exit code, 1 if nothing fits.
+    """
+    print((as_json or result.to_json()) if flags.json else text, file=flags.output)
     fits = isinstance(result, MemoryReport) or result.fits
     if flags.html:
         if isinstance(result, MemoryReport):
@@ -423,9 +447,10 @@ def _find(place: str) -> object:
     try:
         return operator.attrgetter(name)(module)
     except AttributeError as error:
-        parts = vars(module).items()
         names = [
-            key for key, value in parts if getattr(value, "__module__", None) == module.__name__
+            key
+            for key, value in vars(module).items()
+            if getattr(value, "__module__", None) == module.__name__
         ]
         defined = ", ".join(names[:20]) or "nothing"
         raise ValueError(f"{where} has no {name!r}; it defines: {defined}") from error

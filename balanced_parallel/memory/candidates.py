@@ -238,8 +238,9 @@ class Option:
                 traces.append(trace)
             lines = Lines(request, *traces)
             if not lines.is_affine:
-                reason = "with twice the rows the module runs other operators"
-                raise ValueError(f"{reason}: see memory.estimate for each number of rows")
+                raise ValueError(
+                    "with twice the rows the module runs other operators: see memory.estimate for each number of rows"
+                )
             self.traced[several] = lines
         return self.traced[several]
 

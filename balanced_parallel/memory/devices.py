@@ -92,8 +92,13 @@ def _gpu(name: str, capacity: int, processors: int, capability: int) -> DeviceKi
     """
     workspace = _WORKSPACE_FROM_HOPPER if capability >= 9 else _WORKSPACE * bool(capability)
     context = processors * 7 * _MIB // 2
-    has_bf16 = capability not in range(1, 8)
-    return DeviceKind(name, capacity, workspace=workspace, context=context, has_bf16=has_bf16)
+    return DeviceKind(
+        name,
+        capacity,
+        workspace=workspace,
+        context=context,
+        has_bf16=capability not in range(1, 8),
+    )
 
 
 _ROWS = [entry.split() for entry in _GPUS.split(",")]

@@ -160,8 +160,9 @@ def compare_kinds(
     if others or not kinds:
         raise ValueError(f"device_kind={others}, expected names of GPUs, such as 'a100'")
     largest = max(kinds, key=lambda name: kinds[name].workspace)
-    problem = Problem(module, criterion, inputs, targets, dim, scalar)
-    request = make_request(problem, device_kind=largest, **settings)
+    request = make_request(
+        Problem(module, criterion, inputs, targets, dim, scalar), device_kind=largest, **settings
+    )
     rows = -(-request.rows // request.micro_batches)
     traced = lines_of(request, rows)
     source = traced.lines if traced.lines.first.rows == rows else traced.exact
@@ -206,8 +207,7 @@ def make_request(
             raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
     kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
     Precision(precision)
-    for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
-        values.check_number(name, number, "a positive number", at_least=1, whole=True)
+    values.check_positive(devices=devices, micro_batch_size=micro_batch_size or 1)
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
     batch = batch or problem.batch
@@ -222,7 +222,9 @@ def make_request(
         optimizer=OptimizerChoice(optimizer),
         precision=precision,
         micro_batches=count_micro_batches(
-            batch.rows or 0, micro_batch_size, split or LAYOUTS[layout].devices_per_process(devices)
+            batch.rows or 0,
+            micro_batch_size,
+            split or (1 if LAYOUTS[layout].is_distributed else devices),
         ),
         layout=LAYOUTS[layout],
         devices=devices,

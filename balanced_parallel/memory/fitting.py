@@ -76,10 +76,9 @@ def fit(
     """
     values.check_type("step", step, TrainStep, "a TrainStep: fit(step, inputs, targets)")
     if step.cut is not None and step.micro_batch_size is None:
-        expected = (
-            "expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"
+        raise ValueError(
+            "the step is limited by cost, expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"
         )
-        raise ValueError(f"the step is limited by cost, {expected}")
     request = request_of_step(step, inputs, targets)
     step.micro_batch_size, report = fit_request(request, _limits(step, capacity, request))
     return report

@@ -7,6 +7,7 @@ through two peaks would be wrong.
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -63,7 +64,7 @@ class Lines:
         )
         self._certain = np.array([block.kind != MAYBE for block in first.blocks])
         self._events = np.array(first.events, dtype=np.int64)
-        self._replays: dict[object, Replay | None] = {}
+        self._replay = functools.cache(self._replay_events)
 
     @property
     def is_affine(self) -> bool:
@@ -102,7 +103,7 @@ class Lines:
         """Returns the bytes of blocks in use on a device after each event of the second update,
         with the allocator's rounding.
         """
-        replayed = self._replay(device, rows)
+        replayed = self._replay(device, rows, None, False)
         assert replayed is not None
         return np.array(replayed.allocated[self.start :], dtype=np.int64)
 
@@ -161,34 +162,24 @@ class Lines:
             np.sign(self._events) * (-(-sizes // unit) * unit)[np.abs(self._events) - 1]
         )
 
-    def _replay(
-        self,
-        device: int,
-        rows: int,
-        capacity: int | None = None,
-        upper: bool = False,
+    def _replay_events(
+        self, device: int, rows: int, capacity: int | None, upper: bool
     ) -> Replay | None:
-        key = device, rows, capacity, upper
-        if key not in self._replays:
-            kind, (sizes, levels) = self.request.kind, self._sums(device, rows, upper)
-            most = self._most(levels)
-            limit = None if capacity is None else capacity - kind.context
-            if limit is not None and most > limit:  # a replay would take long
-                self._replays[key] = None
-            elif kind.is_gpu:
-                streams = [block.stream for block in self.first.blocks]
-                self._replays[key] = replay(
-                    self.first.events, sizes.tolist(), limit, streams, kind.expandable
-                )
-            else:
-                self._replays[key] = Replay(levels.tolist(), most)
-        return self._replays[key]
+        kind, (sizes, levels) = self.request.kind, self._sums(device, rows, upper)
+        most = self._most(levels)
+        limit = None if capacity is None else capacity - kind.context
+        if limit is not None and most > limit:  # a replay would take long
+            return None
+        if not kind.is_gpu:
+            return Replay(levels.tolist(), most)
+        streams = [block.stream for block in self.first.blocks]
+        return replay(self.first.events, sizes.tolist(), limit, streams, kind.expandable)
 
     def fit(self, limits: Sequence[int], rows: int) -> bool:
         """Returns True if each device reserves at most its limit in bytes."""
-        limits_of_devices = zip(self.request.traced_devices, limits, strict=True)
         return all(
-            self.reserved(device, rows, limit) is not None for device, limit in limits_of_devices
+            self.reserved(device, rows, limit) is not None
+            for device, limit in zip(self.request.traced_devices, limits, strict=True)
         )
 
     def flops(self, rows: int) -> int:

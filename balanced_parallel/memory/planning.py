@@ -384,8 +384,7 @@ def plan(
         >>> MemoryPlan.from_json(found.to_json()) == found
         True
     """
-    for name, number in {"devices": devices, "hosts": hosts, "batch_size": batch_size}.items():
-        values.check_number(name, number, "a positive number", at_least=1, whole=True)
+    values.check_positive(devices=devices, hosts=hosts, batch_size=batch_size)
     if layout not in (None, "step"):
         raise ValueError(f"layout={layout!r}, expected 'step', or None: the plan chooses it")
     request = make_request(
@@ -540,8 +539,8 @@ def _optimizer(
 
 def _text(settings: Mapping[str, object]) -> str:
     """Returns keyword arguments as they are written, without those that have their defaults."""
-    texts = {
-        name: json.dumps(value) if isinstance(value, str) else repr(value)
+    return "".join(
+        f", {name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
         for name, value in settings.items()
-    }
-    return "".join(f", {name}={text}" for name, text in texts.items() if text != '"fp32"')
+        if value != "fp32"
+    )

@@ -113,13 +113,12 @@ class Request:
     @property
     def processes(self) -> int:
         """The number of processes, each with rows of its own: ranks, or one."""
-        devices: int = self.layout.devices_per_process(self.devices)
-        return self.devices // devices
+        return self.devices if self.layout.is_distributed else 1
 
     @property
     def row_step(self) -> int:
         """Numbers of rows are rounded up to a multiple of this, so that all devices have as many."""
-        return 1 if self.split is not None else self.layout.devices_per_process(self.devices)
+        return 1 if self.split is not None or self.layout.is_distributed else self.devices
 
     def round_up(self, rows: int) -> int:
         """Returns the next multiple of :attr:`row_step`."""

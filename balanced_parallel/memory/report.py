@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from ..runtime.values import check_number, format_bytes, parse_bytes
+from ..runtime.values import check_positive, format_bytes, parse_bytes
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Request
 
@@ -208,7 +208,7 @@ class MemoryReport:
         Raises:
             ValueError: the number is not positive.
         """
-        check_number("rows", rows, "a positive number", at_least=1, whole=True)
+        check_positive(rows=rows)
         request = self.batches.request
         capacity = capacity or request.kind.capacity
         rows = -(-rows // request.processes)

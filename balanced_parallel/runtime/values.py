@@ -96,8 +96,9 @@ class SaysInstead:
         def __getattr__(self, name: str) -> object:
             """Raises ``AttributeError``, which says what replaces a call."""
             if name in self.instead:
-                owner = type(self).__name__
-                raise AttributeError(f"a {owner} has no {name}(): {self.instead[name]}")
+                raise AttributeError(
+                    f"a {type(self).__name__} has no {name}(): {self.instead[name]}"
+                )
             return object.__getattribute__(self, name)
 
 
@@ -121,6 +122,12 @@ def check_number(
     check_type(name, value, numbers.Integral if whole else numbers.Real, expected)
     if not at_least <= value < math.inf:
         raise ValueError(f"{name}={value!r}, expected {expected}")
+
+
+def check_positive(**arguments: object) -> None:
+    """Checks that each argument is a whole number of at least 1."""
+    for name, value in arguments.items():
+        check_number(name, value, "a positive number", at_least=1, whole=True)
 
 
 def check_cost(name: str, cost: object) -> None:

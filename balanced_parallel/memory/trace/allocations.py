@@ -181,9 +181,7 @@ class Count(TorchDispatchMode):
         self._count_operations(func, args, kwargs, result)
         keep_elements(func, args, result)
         kind = "communication buckets" if func.namespace in _COMMUNICATES else "temporaries"
-        self.see_all(
-            [result] if isinstance(result, Tensor) else leaves_of_tree(result), kind, str(func)
-        )
+        self.see_all(leaves_of_tree(result), kind, str(func))
         if func in IN_PLACE and isinstance(result, Tensor):
             self._reuse(func, args[0], result)
         self._take_for_operator(func, args, result)

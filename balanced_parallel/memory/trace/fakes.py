@@ -73,13 +73,12 @@ def _shared(modules: list[nn.Module]) -> dict[int, object]:
     and plain containers.
     """
     copied = (nn.Module, Tensor, list, dict, tuple, set)
-    values = [
-        value
+    return {
+        id(value): value
         for module in modules
         for value in vars(module).values()
         if not isinstance(value, copied)
-    ]
-    return {id(value): value for value in values}
+    }
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:

@@ -208,11 +208,6 @@ class SingleDevice:
         self.autocast = partial(Precision(request.precision).autocast, [HOME])
 
     @classmethod
-    def devices_per_process(cls, devices: int) -> int:
-        """Returns the number of devices over which a process divides the rows of its batch."""
-        return 1 if cls.is_distributed else devices
-
-    @classmethod
     def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
         """Returns a parameter for each of its pieces on devices that own it, with the facts that
         tell pieces apart.

@@ -158,8 +158,8 @@ class Processes:
         while self._pool is not None and (running := wait(results, min(BEAT, PATIENCE)).not_done):
             self._check_time()
             now = time.monotonic()
-            finished = len(results) - len(running)
-            _log.info("traced %d of %d after %.0f s", finished, len(results), now - begin)
+            count = len(results)
+            _log.info("traced %d of %d after %.0f s", count - len(running), count, now - begin)
             if now - last_check < PATIENCE:
                 continue
             last_check = now

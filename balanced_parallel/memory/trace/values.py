@@ -104,9 +104,9 @@ def _tensors(tree: object) -> list[Tensor]:
 
 def is_small(tensor: Tensor, times: float = 1.0) -> bool:
     """Returns True for a real tensor of few integers on the CPU, also with so many times its rows."""
-    has_values = (
+    return (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"
         and tensor.dtype in (torch.int32, torch.int64)
+        and tensor.numel() * times <= KNOWN
     )
-    return has_values and tensor.numel() * times <= KNOWN
