@@ -13,11 +13,11 @@ import os
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from enum import IntEnum
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -41,16 +41,24 @@ from .compilation import LISTENER, load_native
 MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None
-# The numbers at the end of a cluster.
-_Numbers = tuple[
-    list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int
-]
 _active = threading.Lock()
+T = TypeVar("T")
 _LEGEND = (
     "moved in, moved out: copies to and from this GPU since the start.\n"
     "waits of the host: calls for which it would wait for this GPU, in each of the last eight steps, listed in cluster.waits. "
     "Those after the last update are in a step more."
 )
+
+
+def _kept(read: Callable[["Cluster"], T]) -> Callable[["Cluster"], T]:
+    """Returns a function that has its last result after the end of a cluster."""
+
+    @functools.wraps(read)
+    def read_or_kept(cluster: "Cluster") -> T:
+        ended = cluster._ended
+        return ended[read.__name__] if ended else read(cluster)
+
+    return read_or_kept
 
 
 class Cluster:
@@ -69,40 +77,33 @@ class Cluster:
         self._native = native
         self._labels = MemoryLabels(native)
         self._waits = Waits(self._labels)
-        self._ended: _Numbers | None = None
+        self._ended: dict[str, Any] = {}  # The numbers at the end.
         self._names = dict(enumerate(map(str, self.devices))) | {MAX_DEVICES: "cpu"}
 
     @property
+    @_kept
     def live(self) -> list[int]:
         """Bytes in use now, per device.
 
         Each allocation is rounded up to 512 bytes, as in torch's CUDA caching allocator.
         """
-        return (
-            self._ended[0]
-            if self._ended
-            else [self._native.simulation_live(device.index) for device in self.devices]
-        )
+        return [self._native.simulation_live(device.index) for device in self.devices]
 
     @property
+    @_kept
     def peak(self) -> list[int]:
         """Largest number of bytes in use at one time, per device, since the start or
         :meth:`reset_peak`.
         """
-        return (
-            self._ended[1]
-            if self._ended
-            else [self._native.simulation_peak(device.index) for device in self.devices]
-        )
+        return [self._native.simulation_peak(device.index) for device in self.devices]
 
     @property
+    @_kept
     def moved(self) -> Counter[tuple[str, str]]:
         """Bytes copied so far, by source and target: ``moved["cpu", "sim:0"]``.
 
         Subtract two values to measure a section.
         """
-        if self._ended:
-            return self._ended[2]
         places = self._names.items()
         moved = {
             (source, target): self._native.simulation_moved(i, j)
@@ -112,10 +113,9 @@ class Cluster:
         return Counter({ends: count for ends, count in moved.items() if count})
 
     @property
+    @_kept
     def copies(self) -> list[tuple[str, str]]:
         """Source and target of all copies so far, in order."""
-        if self._ended:
-            return self._ended[4]
         size = self._native.simulation_copies(0, 0, None)
         codes = (ctypes.c_int * size)()
         self._native.simulation_copies(0, size, codes)
@@ -131,18 +131,17 @@ class Cluster:
         """
         return list(self._waits.record)
 
-    @contextmanager
-    def forbidding_waits(self) -> Iterator[None]:
+    def forbidding_waits(self) -> AbstractContextManager[None]:
         """Returns a context manager that raises ``RuntimeError`` at a wait, with its file and line
         and a way to avoid it.
         """
-        with self._waits.forbidding():
-            yield
+        return self._waits.forbidding()
 
     @property
+    @_kept
     def allocations(self) -> int:
         """Number of allocations so far, on all devices."""
-        return self._ended[5] if self._ended else self._native.simulation_allocations()
+        return int(self._native.simulation_allocations())
 
     def fail_allocation(self, number: int) -> None:
         """Makes one allocation fail with ``torch.OutOfMemoryError``, whatever the capacity.
@@ -182,7 +181,8 @@ class Cluster:
         """
         index = range(len(self.devices))[device]
         if self._ended:
-            return self._ended[3][index]
+            parts: list[dict[str, int]] = self._ended["categories"]
+            return parts[index]
         self._labels.label_gradients()
         counts = (ctypes.c_int64 * len(Category))()
         self._native.simulation_categories(index, counts)
@@ -237,7 +237,8 @@ class Cluster:
 
     def _end(self) -> None:
         categories = [self.categories(index) for index in range(len(self.devices))]
-        self._ended = self.live, self.peak, self.moved, categories, self.copies, self.allocations
+        names = "live", "peak", "moved", "copies", "allocations"
+        self._ended = {name: getattr(self, name) for name in names} | {"categories": categories}
 
 
 class Simulation(ContextDecorator, AbstractContextManager[Cluster, bool | None]):
@@ -394,13 +395,12 @@ def _scatter(
 
 def _gather(tensors: Sequence[Tensor], dim: int, device: int | None) -> Tensor:
     """Concatenates tensors on a device, or on the CPU for -1."""
-    size = list(tensors[0].shape)
-    size[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    sizes = [tensor.size(dim) for tensor in tensors]
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(sizes)
     target = "cpu" if device == -1 else "sim" if device is None else f"sim:{device}"
-    result = torch.empty(size, dtype=tensors[0].dtype, device=target)
-    for view, tensor in zip(
-        result.split([tensor.shape[dim] for tensor in tensors], dim), tensors, strict=True
-    ):
+    result = torch.empty(shape, dtype=tensors[0].dtype, device=target)
+    for view, tensor in zip(result.split(sizes, dim), tensors, strict=True):
         view.copy_(tensor)
     return result
 
@@ -411,13 +411,14 @@ def _comm_for_simulated_devices(labels: "MemoryLabels") -> Iterator[None]:
 
     The same bytes go between the same devices.
     """
-    functions: dict[str, Any] = {
-        "_broadcast_coalesced": functools.partial(_broadcast_coalesced, labels),
-        "_scatter": _scatter,
-        "_gather": _gather,
-    }
     with (
-        patch.multiple(torch._C, create=True, **functions),  # a build for CPUs has none of them
+        patch.multiple(
+            torch._C,
+            create=True,  # a build for CPUs has none of them
+            _broadcast_coalesced=functools.partial(_broadcast_coalesced, labels),
+            _scatter=_scatter,
+            _gather=_gather,
+        ),
         patch.object(nccl, "is_available", lambda tensors: False),  # gradients are added by copies
         patch.object(_functions, "_streams", None),  # torch caches one stream per device
     ):
@@ -472,10 +473,8 @@ class MemoryLabels:
         optimizer.
         """
         for module in list(self.modules.values()):
-            leaves = [
-                parameter for parameter in module.parameters(recurse=False) if parameter.is_leaf
-            ]
-            self.label([leaf.grad for leaf in leaves], Category.GRADIENTS)
+            parameters = module.parameters(recurse=False)
+            self.label([each.grad for each in parameters if each.is_leaf], Category.GRADIENTS)
 
     def label(self, tensors: Iterable[object], category: Category) -> None:
         """Labels the memory of all tensors on simulated devices, of a sharded one its shard.
@@ -494,7 +493,7 @@ class MemoryLabels:
         if torch.compiler.is_compiling():  # the compiler would make the hook a part of its graphs
             return
         self.native.simulation_in_optimizer(False)  # _after_step does not run if a step fails
-        self.steps = self.steps + self._has_updated
+        self.steps += self._has_updated
         self._has_updated = False
         is_new = self.modules.get(id(module)) is not module
         self.modules[id(module)] = module
@@ -505,13 +504,13 @@ class MemoryLabels:
         )
         self.label(module.buffers() if is_new else module._buffers.values(), Category.PARAMETERS)
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
             self.label(group["params"], Category.PARAMETERS)
             self.label([parameter.grad for parameter in group["params"]], Category.GRADIENTS)
         self.native.simulation_in_optimizer(True)
 
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         self.native.simulation_in_optimizer(False)
         self._has_updated = True
         self.label(
@@ -597,11 +596,11 @@ class Waits:
         )
         self.record.append(wait)
         if self._forbidding_blocks:
-            reason = (
-                f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}"
+            message = (
+                f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}. "
+                f"To avoid it, {wait.advice}"
             )
-            message = f"{reason}. To avoid it, {wait.advice}".encode()
-            encoded = message[: size - 1] + b"\0"
+            encoded = message.encode()[: size - 1] + b"\0"
             ctypes.memmove(buffer, encoded, len(encoded))
 
 
