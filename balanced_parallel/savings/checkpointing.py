@@ -59,26 +59,22 @@ def _checkpointed(kind: Any, segments: int, selective: bool) -> Any:
         run = functools.partial(run_checkpointed, name=kind.__name__, selective=selective)
         if segments == 1:
             return run([self], functools.partial(kind.forward, self), args, kwargs)
-        places = _segment_places(self, segments)
-        for start, end in places:
-            layers = list(self)[start:end]
+        size = len(self) // segments
+        last = size * (segments - 1)  # The last segment stays as it is.
+        for start in range(0, last, size):
+            layers = list(self)[start : start + size]
             args = (run(layers, functools.partial(_run_layers, layers), args, kwargs),)
-        return _run_layers(list(self)[places[-1][1] :], *args)
+        return _run_layers(list(self)[last:], *args)
 
-    made_from = kind, segments, selective
     return type(
         kind.__name__,
         (Checkpointed, kind),
-        {"forward": forward, "__module__": kind.__module__, "made_from": made_from},
+        {
+            "forward": forward,
+            "__module__": kind.__module__,
+            "made_from": (kind, segments, selective),
+        },
     )
-
-
-def _segment_places(module: nn.Module, segments: int) -> list[tuple[int, int]]:
-    """Returns the places of the modules in each segment of an ``nn.Sequential`` but the last, which
-    stays as it is.
-    """
-    size = len(torch_private.children_of(module)) // segments
-    return [(start, start + size) for start in range(0, size * (segments - 1), size)]
 
 
 def _run_layers(layers: Iterable[nn.Module], value: object) -> object:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
 from ..loss.rules import add_loss
+from ..loss.sums import divide
 from ..runtime import torch_private, values
 
 
@@ -161,9 +162,7 @@ def linear_cross_entropy(
     if reduction == "sum":
         return total
     divisor = _weights_of_rows(labels, total.dtype).sum()
-    # the mean is nan with gradients of zero if no target counts, as in F.cross_entropy
-    counted = divisor != 0
-    return torch.where(counted, total / torch.where(counted, divisor, 1), torch.nan)
+    return divide(total, divisor)  # nan if no target counts, as in F.cross_entropy
 
 
 def _weights_of_rows(labels: Labels, dtype: torch.dtype) -> Tensor:
@@ -462,14 +461,15 @@ def _class_without_logits(kind: Any) -> Any:
         call = _running.get()
         return kind.loss_function.fget(self) if call is None else call.loss
 
-    body = {
-        "forward": forward,
-        "loss_function": property(get_loss_function, kind.loss_function.fset),
-    }
     return type(
         kind.__name__,
         (WithoutLogits, kind),
-        {**body, "__module__": kind.__module__, "__doc__": kind.__doc__},
+        {
+            "forward": forward,
+            "loss_function": property(get_loss_function, kind.loss_function.fset),
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+        },
     )
 
 

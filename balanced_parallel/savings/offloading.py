@@ -369,12 +369,7 @@ class HostStep:
             copy.grad = self._gradient(parameter)
 
     @torch.no_grad()
-    def _end(
-        self,
-        optimizer: Optimizer,
-        arguments: tuple[object, ...],
-        settings: dict[str, object],
-    ) -> None:
+    def _end(self, optimizer: Optimizer, *_: object) -> None:
         self._to_devices(optimizer)
         for parameter, copy in self._copies.items():
             if copy.grad is not None:
