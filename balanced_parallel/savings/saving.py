@@ -106,53 +106,53 @@ def use_bf16_parameters(module: nn.Module) -> None:
 
 BALANCED = Saving("BalancedOptimizer", "BalancedOptimizer", "traffic of the updated parameters")
 OFFLOAD_OPTIMIZER = Saving(
-    "offload_optimizer",
-    "optimizer on the host",
-    "traffic of gradients and parameters; the CPU updates",
+    name="offload_optimizer",
+    option="optimizer on the host",
+    cost="traffic of gradients and parameters; the CPU updates",
     change_optimizer=offload_optimizer,
 )
 SHARDED = Saving('strategy="fsdp"', "FSDP2", "traffic of all parameters in every micro-batch")
 FUSED = Saving(
-    "fused=True",
-    "fused optimizer",
-    "nothing; Adam, AdamW and Adagrad of torch have it",
+    name="fused=True",
+    option="fused optimizer",
+    cost="nothing; Adam, AdamW and Adagrad of torch have it",
     change_optimizer=partial(_use, {"fused": True, "foreach": False}),
 )
 ONE_BY_ONE = Saving(
-    "foreach=False",
-    "optimizer of one parameter at a time",
-    "more kernels in the update",
+    name="foreach=False",
+    option="optimizer of one parameter at a time",
+    cost="more kernels in the update",
     change_optimizer=partial(_use, {"foreach": False}),
 )
 LOGITS = Saving(
-    "replace_lm_head",
-    "loss without logits",
-    "nothing; the logits do not exist",
+    name="replace_lm_head",
+    option="loss without logits",
+    cost="nothing; the logits do not exist",
     change_module=replace_lm_head,
 )
 SELECTIVE = Saving(
-    "checkpoint_activations(selective=True)",
-    "selective checkpoints",
-    "a second run of the cheap operations of these blocks",
+    name="checkpoint_activations(selective=True)",
+    option="selective checkpoints",
+    cost="a second run of the cheap operations of these blocks",
     change_module=partial(checkpoint_activations, selective=True),
 )
 CHECKPOINT = Saving(
-    "checkpoint_activations",
-    "checkpointed blocks",
-    "a second forward of these blocks",
+    name="checkpoint_activations",
+    option="checkpointed blocks",
+    cost="a second forward of these blocks",
     change_module=checkpoint_activations,
 )
 OFFLOAD = Saving(
-    "offload_activations",
-    "offloaded activations",
-    "traffic to the host and back",
+    name="offload_activations",
+    option="offloaded activations",
+    cost="traffic to the host and back",
     surround=offload_activations,
 )
 BF16 = Saving('precision="bf16"', "bf16", "other arithmetic", "other arithmetic")
 BF16_PARAMETERS = Saving(
-    "module.to(torch.bfloat16)",
-    "bf16 parameters",
-    "updates of three digits: small ones are lost",
+    name="module.to(torch.bfloat16)",
+    option="bf16 parameters",
+    cost="updates of three digits: small ones are lost",
     result="other arithmetic",
     change_module=use_bf16_parameters,
 )
