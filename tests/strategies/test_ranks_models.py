@@ -171,3 +171,26 @@ def test_models_of_one_loss_with_a_rank_without_rows_equal_the_plain_program(
             assert not any(each.any() for each in (result, value) if each is not None)
         else:
             assert_equal(result, value)
+
+
+def critic(a, b, loss, x, y):
+    """The loss of a generator has no targets, and an output of one feature for each row."""
+    return loss(b(a(x)))
+
+
+def one_score():
+    return net(0), nn.Sequential(net(1), nn.Linear(4, 1).double())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2, timeout=30)
+def test_an_output_of_one_row_and_one_feature_is_no_loss(rank, strategy):
+    """It looked like one, so a rank ran the forward again, for which the other did not come."""
+    sizes = [[2, 2], [1, 0], [2, 1]]
+    inputs = [torch.randn(sum(each), 4).double() for each in sizes]
+    mse = lambda scores: (1 - scores).square().mean()  # noqa: E731
+    expected = train(critic, one_score(), mse, zip(inputs, inputs, strict=True))
+    models = [wrapped(each, strategy) for each in one_score()]
+    mine = [x.split(each)[rank] for x, each in zip(inputs, sizes, strict=True)]
+    results = train(critic, models, DataParallelCriterion(mse), zip(mine, mine, strict=True))
+    assert_equal(results, expected)
