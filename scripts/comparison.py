@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -43,7 +43,7 @@ class Result(NamedTuple):
 class Autocast(nn.Module):
     """Enters autocast inside the forward, as torch documents it for ``nn.DataParallel``: its threads have no other."""
 
-    def __init__(self, module: nn.Module, precision: str) -> None:
+    def __init__(self, module: nn.Module, precision: Literal["fp32", "bf16", "fp16"]) -> None:
         super().__init__()
         self.module = module
         self.precision = Precision(precision)

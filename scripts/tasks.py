@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class Task:
         return ByCost(lambda sample: int((sample[1] != IGNORED).sum()), collate=join) if self.train.lengths else None
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, batch_size: int, precision: str) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, batch_size: int, precision: Literal["fp32", "bf16", "fp16"]) -> dict[str, float]:
         """Returns the loss over all validation rows of all ranks, the baseline beside it, and the accuracy of a classifier."""
         criterion = DataParallelCriterion(nn.CrossEntropyLoss(reduction="none"), precision=Precision(precision))
         model.eval()

@@ -333,7 +333,7 @@ def plan(
     devices: int = 1,
     hosts: int = 1,
     optimizer: MakeOptimizer = torch.optim.AdamW,
-    precision: str = "fp32",
+    precision: values.PrecisionName = "fp32",
     device_kind: str | None = None,
     dim: int = 0,
     scalar: float | None = None,

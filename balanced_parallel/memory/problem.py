@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from ..runtime import values
 from ..strategies.tracing import TracedBatch
 from .devices import DeviceKind
 from .trace.values import is_small
@@ -66,7 +67,7 @@ class Request:
     batch: TracedBatch
     scalar: float | None
     optimizer: OptimizerMaker
-    precision: str
+    precision: values.PrecisionName
     micro_batches: int
     layout: type[Layout]
     devices: int

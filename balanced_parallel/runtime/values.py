@@ -175,7 +175,7 @@ class Precision:
 
     @naming_arguments
     def __init__(
-        self, name: "str | Precision" = "fp32", scaler: torch.amp.GradScaler | None = None
+        self, name: "PrecisionName | Precision" = "fp32", scaler: torch.amp.GradScaler | None = None
     ) -> None:
         if isinstance(name, Precision):
             scaler = scaler or name.scaler
@@ -186,8 +186,8 @@ class Precision:
             raise ValueError(
                 f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one"
             )
-        self.name: str = name
-        self.scaler: torch.amp.GradScaler | None = scaler
+        self.name: PrecisionName = name
+        self.scaler = scaler
         self.dtype = _DTYPES[name]  # The dtype of autocast; None without autocast.
 
     def __repr__(self) -> str:

@@ -44,6 +44,7 @@ from ..replicas.owners import BucketOwners
 from ..replicas.replicas import Replicas, window
 from ..replicas.workers import run_in_turn
 from ..runtime.streams import SideStreams
+from ..runtime.values import PrecisionName
 from .fsdp import shard
 
 __all__ = [
@@ -124,7 +125,7 @@ class TracedModel(DataParallelModel):
         devices: list[torch.device],
         split: Sequence[float] | None,
         dim: int,
-        precision: str,
+        precision: PrecisionName,
         **settings: Any,
     ) -> None:
         nn.Module.__init__(self)
@@ -140,7 +141,7 @@ class TracedCriterion(DataParallelCriterion):
     """
 
     def __init__(
-        self, like: DataParallelCriterion, dim: int, precision: str, **of_replicas: Any
+        self, like: DataParallelCriterion, dim: int, precision: PrecisionName, **of_replicas: Any
     ) -> None:
         settings = {**like.arguments, "device_ids": None, "output_device": None, "dim": dim}
         if not like.kind.knows_divisor:
