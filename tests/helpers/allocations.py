@@ -71,7 +71,7 @@ def assert_equals_the_allocator(
         "savings": ["checkpoint_activations"] * settings.pop("checkpoint"),
     }
     report = memory.estimate(build(), criterion, *batch(), **settings)
-    assert abs(report.allocated[0] - found) <= rel * found
+    assert report.allocated[0] == pytest.approx(found, rel=rel)
     return report
 
 
