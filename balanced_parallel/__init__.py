@@ -99,8 +99,10 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         text = f"module {__name__!r} has no attribute {name!r}"
         if name in _ELSEWHERE:
-            # Only this error reaches "from balanced_parallel import DataParallel".
-            raise ImportError(f"{text}: {_ELSEWHERE[name]}")
+            # Only an ImportError reaches "from balanced_parallel import DataParallel". Lightning's
+            # command line looks for strategies by their names, and expects the other one.
+            kind = AttributeError if name.endswith("Strategy") else ImportError
+            raise kind(f"{text}: {_ELSEWHERE[name]}")
         raise AttributeError(text)
     value = globals()[name] = getattr(importlib.import_module(_PLACES[name], __name__), name)
     return value
