@@ -188,8 +188,11 @@ class BalancedOptimizer(torch.optim.Optimizer):
         return loss
 
     def take_part(self, steps: int) -> None:
-        """Exchanges what the other ranks wait for in a step that failed on this one, such as in a
-        hook, unless there were more than ``steps`` since.
+        """Exchanges what the other ranks wait for, after a hook has failed on this rank before the
+        step.
+
+        ``steps`` is the number of steps before the update. With another number, the exchange has
+        begun.
         """
         if self.steps == steps and isinstance(self.shards, _ParameterRanks):
             self.shards.run("zero_grad")

@@ -283,7 +283,8 @@ class ModuleTree:
         """Surrounds a forward that must leave the same state in all replicas.
 
         Raises ``RuntimeError`` for a buffer or a parameter of a training module that it has left
-        with values of the rows of each replica. Writes by ``.data`` show in buffers, in the first forward.
+        with values of the rows of each replica. Buffers are compared in the first forward even if no
+        version counter tells of a write, as of one by ``.data``.
         """
         before = {
             (module, name): (tensor, versions([tensor]))
@@ -294,8 +295,9 @@ class ModuleTree:
         for part, skeleton, _ in itertools.chain.from_iterable(replicas):
             for name, present in self._state(part.module).items():
                 tensor, version = before.get((part.module, name), (present, None))
-                is_seen = present is tensor and not (is_first and type(tensor) is Tensor)
-                if is_seen and versions([tensor]) == version:
+                is_buffer = not isinstance(tensor, nn.Parameter)
+                counter_tells = present is tensor and not (is_first and is_buffer)
+                if counter_tells and versions([tensor]) == version:
                     continue
                 other = self._state(skeleton).get(name, tensor)
                 # A cache that grows is another tensor.

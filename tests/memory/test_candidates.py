@@ -247,7 +247,7 @@ def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
 
 
 def test_options_without_a_chance_are_not_traced():
-    """What fits at once gets no checkpoints; large tensors leave no room for an update."""
+    """An option that fits at once gets no checkpoints; large tensors leave no room for an update."""
     problem = Problem(Wide(), nn.MSELoss(), *batch(4))
     request = make_request(problem, layout="replicas", devices=2, device_kind="a100")
     costly, spread = savings_of_plans.OFFLOADED, savings_of_plans.SPREAD

@@ -124,7 +124,7 @@ def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_
 
 
 def test_gradients_of_a_parameter_that_the_optimizer_alone_has_are_those_of_one_update():
-    """Those of a failed update are dropped: a loop by hand that follows would count them."""
+    """Gradients of a failed update are dropped: a loop by hand that follows would count them."""
     net = build_net()
     scale = nn.Parameter(torch.ones(()))
     criterion = DataParallelCriterion(
