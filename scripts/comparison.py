@@ -219,8 +219,8 @@ def table_of(results: list[Result]) -> str:
 def draw(path: Path, title: str, capacities: list[int | None], results: list[Result]) -> None:
     """Draws a bar per GPU, stacked by category, with a panel for each configuration.
 
-    The ground is transparent, and words are grey, so that they can be read on a white page and on a black one. The title that is
-    stored in the file has the numbers of the bars.
+    The picture is narrow, so that its words can be read on a phone. The ground is transparent, and words are grey, so that they
+    can be read on a white page and on a black one. The title that is stored in the file has the numbers of the bars.
     """
     import matplotlib
 
@@ -229,11 +229,12 @@ def draw(path: Path, title: str, capacities: list[int | None], results: list[Res
 
     grey = "#757575"
     matplotlib.rcParams.update({"text.color": grey, "axes.labelcolor": grey, "axes.edgecolor": grey})
-    matplotlib.rcParams.update({"xtick.color": grey, "ytick.color": grey})
+    matplotlib.rcParams.update({"xtick.color": grey, "ytick.color": grey, "font.size": 11})
+    matplotlib.rcParams.update({"axes.titlesize": 11, "figure.titlesize": 11})
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = []
     highest = max(result.hottest for result in results)
-    figure, axes = pyplot.subplots(1, len(results), sharey=True, figsize=(10, 4), layout="constrained", squeeze=False)
+    figure, axes = pyplot.subplots(1, len(results), sharey=True, figsize=(4.8, 4.4), layout="constrained", squeeze=False)
     peaks = [part for result in results for part in result.parts]
     categories = [name for name in peaks[0] if max(part.get(name, 0) for part in peaks) > highest * 2**20 / 1000]
     for axis, result in zip(axes[0], results, strict=True):
@@ -245,16 +246,18 @@ def draw(path: Path, title: str, capacities: list[int | None], results: list[Res
         for place, capacity in zip(places, capacities, strict=False):
             if capacity is not None and capacity / 2**20 < 2 * highest:  # a line far above would flatten the bars
                 axis.hlines(capacity / 2**20, place - 0.45, place + 0.45, color=grey, linestyle="dashed")
-        labels = [f"{height:.1f}" for height in bottom]
-        axis.bar_label(axis.containers[-1], labels, padding=2)
+        axis.bar_label(axis.containers[-1], [f"{height:.0f}" for height in bottom], padding=2)
         axis.margins(y=0.1)
-        axis.set_xticks(places, [f"GPU {place}" for place in places])
+        axis.set_xticks(places)
+        axis.set_xlabel("GPU")
+        name, _, devices = result.name.partition(", ")
         ratio = f"hottest / mean = {result.hottest / result.mean:.2f}"
-        axis.set_title(f"{result.name}: {ratio}")
-        numbers.append(f"{result.name}: {', '.join(labels)} MiB, {ratio}")
+        axis.set_title("\n".join([name, devices, ratio]))
+        numbers.append(f"{result.name}: {', '.join(f'{height:.1f}' for height in bottom)} MiB, {ratio}")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("MiB at the peak")
-    axes[0][0].legend(fontsize="small", framealpha=0)
-    figure.suptitle(title)
+    shape: dict[str, Any] = {"loc": "outside lower center", "ncols": 2, "handlelength": 1, "columnspacing": 1, "frameon": False}
+    figure.legend(*axes[0][0].get_legend_handles_labels(), **shape)
+    figure.suptitle(title.replace("; ", "\n", 1))
     figure.savefig(path, dpi=120, transparent=True, metadata={"Title": "; ".join(numbers)})
     pyplot.close(figure)

@@ -87,6 +87,14 @@ def test_drawn_pictures_are_those_of_the_program():
         assert any(f"](images/{name}.svg)" in page for page in pages)
 
 
+def test_plots_are_narrow_so_that_a_phone_shows_their_words():
+    """Words of 11 points are 18 of 576 dots high, so 11 of the 358 of a phone."""
+    plots = [*(ROOT / "docs" / "images").glob("*.png")]
+    assert len(plots) == 2
+    widths = {plot.name: int.from_bytes(plot.read_bytes()[16:20], "big") for plot in plots}
+    assert all(width <= 576 for width in widths.values()), widths
+
+
 @pytest.mark.slow
 def test_site_has_a_folder_for_each_release(tmp_path):
     pytest.importorskip("sphinx")

@@ -41,26 +41,27 @@ def largest(name: str, way: str) -> int:
 
 
 def draw(table: dict[str, dict[str, int]]) -> None:
-    """Draws one panel for each model, with a bar for each way, to be read on white and on black."""
+    """Draws one panel for each model, with a bar for each way, to be read on white and on black, and on a phone."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams.update({"text.color": "#757575", "axes.edgecolor": "#757575"})
+    matplotlib.rcParams.update({"text.color": "#757575", "axes.edgecolor": "#757575", "font.size": 11})
+    matplotlib.rcParams.update({"axes.titlesize": 11, "figure.titlesize": 11})
     colours = ["#9a9a9a", "#7fb3d9", "#3b83bd", "#2465a0"]
-    figure, axes = pyplot.subplots(1, len(table), figsize=(12, 3.2), layout="constrained")
-    for axis, (name, rows) in zip(axes, table.items(), strict=True):
+    figure, axes = pyplot.subplots(2, len(table) // 2, figsize=(4.8, 4.8), layout="constrained")
+    for axis, (name, rows) in zip(axes.flat, table.items(), strict=True):
         bars = axis.bar(range(len(rows)), rows.values(), color=colours)
         axis.bar_label(bars, padding=2)
-        axis.set_title(name, fontsize="medium")
+        axis.set_title(name.replace(", ", "\n"))
         axis.set_xticks([])
         axis.set_yticks([])
         axis.margins(y=0.15)
         axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(bars, WAYS, loc="outside lower center", ncols=len(WAYS), frameon=False)
-    figure.suptitle("Rows in one forward on 4 x 24 GiB (predicted, not measured on a GPU)")
-    figure.savefig(CHART, dpi=100, transparent=True)
+    figure.legend(bars, WAYS, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle("Rows in one forward on 4 x 24 GiB\n(predicted, not measured on a GPU)")
+    figure.savefig(CHART, dpi=120, transparent=True)
     pyplot.close(figure)
 
 
