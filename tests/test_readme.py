@@ -393,9 +393,13 @@ def test_readme_has_the_error_of_predicted_memory():
         layers = r"cross entropy|MLP|LayerNorm|RMSNorm|head|20 linear|GPT-2|BERT,"
         kind = "layers" if re.match(layers, program) else "models"
         kind = "convolutions" if "Net" in program or "VGG" in program else kind
+        assert kind != "models" or re.search("LoRA|ViT|bf16|float16", program)
         worst[kind] = max(worst[kind], abs(float(difference.rstrip("%"))))
     assert worst["layers"] <= 0.2 < worst["models"] <= 7 < worst["convolutions"]
-    for said in ("[0.2 %]", "7 % for LoRA and ViT; convolutions are further off"):
+    for said in (
+        "[0.2 %]",
+        "7 % for LoRA, ViT and models in half precision; convolutions are further off",
+    ):
         assert said in PAGES["README.md"]
 
 
