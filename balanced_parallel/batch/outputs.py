@@ -168,6 +168,7 @@ class PerReplica(list[Any], containers.Leaf):
         self.order = None if order is None else list(order)
         return self
 
+    @naming_arguments
     def gather(self, device: DeviceLike | None = None, *, ranks: bool = True) -> Any:
         """Concatenates the entries of all ranks, or of this rank, as
         :func:`balanced_parallel.gather` does.

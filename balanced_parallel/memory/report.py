@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from ..runtime.values import check_positive, format_bytes, parse_bytes
+from ..runtime.values import check_positive, format_bytes, naming_arguments, parse_bytes
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Request
 
@@ -197,6 +197,7 @@ class MemoryReport:
     affine: bool
     batches: OtherBatches = dataclasses.field(repr=False, compare=False)
 
+    @naming_arguments
     def at(self, rows: int, capacity: Capacity | None = None) -> Peak:
         """Returns the allocated bytes of each device for micro-batches of ``rows`` rows over all
         devices and ranks.
@@ -221,6 +222,7 @@ class MemoryReport:
         lines = self.batches.trace(rows) if rows == 1 else self.batches.at(rows)
         return Peak(lines.allocated_by_device(rows), fits)
 
+    @naming_arguments
     def largest(self, capacity: Capacity) -> int:
         """Returns the most rows of a micro-batch, over all devices and ranks, that fit; 0 if not even
         one row of each rank fits.

@@ -68,9 +68,13 @@ _REMOVED = {
 def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Returns a function whose error for arguments that it does not take names those that it takes."""
     parameters = inspect.signature(function).parameters.values()
-    plain = [each.replace(default=each.empty, annotation=each.empty) for each in parameters]
-    shown = inspect.Signature([each for each in plain if each.name != "self"])
-    form = re.sub(r"\.__(init|call)__$", "", function.__qualname__) + str(shown)
+    shown = [
+        each.replace(default=each.empty, annotation=each.empty)
+        for each in parameters
+        if each.name != "self"
+    ]
+    name = re.sub(r"\.__(init|call)__$", "", function.__qualname__)
+    form = f"{name}{inspect.Signature(shown)}"
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -112,6 +112,14 @@ def report():
 
 def test_another_number_of_rows_says_whether_it_fits(report):
     assert report.at(64, "1MiB").fits is True
+    for call, form in (
+        (report.at, r"at\(rows, capacity\)"),
+        (report.largest, r"largest\(capacity\)"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"missing 1 required .*, expected MemoryReport\.{form}"
+        ):
+            call()
     assert report.at(64, "1KiB").fits is False
     assert report.at(8).fits is None  # a CPU of any size
     assert report.at(8) == report.allocated
