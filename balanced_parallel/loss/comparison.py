@@ -535,6 +535,6 @@ _DEPENDENT_IN_MODEL = (
 _DEPENDENT = (
     ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "
     "AdditiveLoss(statistics, finish) for tensors of sums; weight=, a function (output, *targets) -> scalar, for a mean; "
-    "weight='rows' for a mean over rows; reduce the rows last, as errors.sum(1).mean() in place of errors.mean(0).sum(); or, "
+    "weight='rows' for a mean over rows; errors.mean(0).sum() in place of (errors.sum(0) / len(errors)).sum(); or, "
     f"if each shard pads to its own longest row, write {MASKED}"
 )

@@ -86,6 +86,9 @@ _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 _PRODUCTS = {"dot", "vdot", "inner", "matmul", "einsum", "tensordot"}
 _SUMS = _PRODUCTS | {"sum", "nansum", "count_nonzero", "trace"}
 _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
+# Their result is a mean along the rows if their argument is one,
+_LINEAR = UNCHANGED | _PRODUCTS | _ELEMENTS | {"neg", "mul", "div", "sum", "mean"}
+_ADDITIONS = {"add", "sub", "stack", "cat"}  # or if all are.
 _REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
@@ -106,12 +109,15 @@ class Facts(NamedTuple):
     is_target: bool = False  # It does not depend on the outputs.
     is_selected: bool = False  # The size depends on values.
     is_element: bool = False  # It is computed of some rows alone.
+    is_stacked: bool = False  # It has no rows along its first dimension.
+    averaged: int = 0  # It is a mean of so many elements, along the rows.
     # It was computed without a graph. An autograd function may have given it a derivative.
     is_inside: bool = False
     original: "Facts | None" = None  # The facts about the tensor that it copies.
     text: str = "a tensor"  # "a tensor", or how a constant was made
 
 
+_MEAN_OF_ROWS = "mean of the rows"
 _UNKNOWN = Facts(_OF_ROWS)
 _FIXED = Facts(_OF_NOTHING, form=CONSTANT, is_target=True)
 _SUM = Facts(_OF_SUMS)
@@ -258,7 +264,11 @@ class SumNotes(TorchFunctionMode):
         """Returns True for most operations of a model: an argument may depend on the rows, and none
         is a sum.
         """
-        if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
+        if (
+            name in _OF_VALUES
+            or name in ("stack", "mean")
+            or (name == "__getitem__" and not _is_plain(args[1]))
+        ):
             return False
         ids = set()
         parts = [*args, *kwargs.values()]
@@ -292,9 +302,16 @@ class SumNotes(TorchFunctionMode):
         if operation is not None and tensors:
             self._note(call, operation, tensors)
             return result
+        averaged = 0
         for tensor in tensors:
-            self._learn(tensor, self._facts_of(call, tensor))
-        if call.level == _OF_ROWS and call.name in _REDUCTIONS:
+            facts = self._facts_of(call, tensor)
+            averaged = facts.averaged
+            if averaged and not tensor.dim():
+                total = self._add(_MEAN_OF_ROWS, widen(tensor) * averaged)
+                self._quotient(_MEAN_OF_ROWS, total, averaged, tensor)
+            else:
+                self._learn(tensor, facts)
+        if call.level == _OF_ROWS and call.name in _REDUCTIONS and not averaged:
             self._reduce(call, tensors[0])
         return result
 
@@ -417,8 +434,32 @@ class SumNotes(TorchFunctionMode):
         is_element = call.name in _ELEMENTS or any(each.is_element for each in facts)
         is_element = is_element and call.name not in ("any", "all")
         return Facts(
-            call.level, is_target=is_target, is_selected=is_selected, is_element=is_element
+            call.level,
+            is_target=is_target,
+            is_selected=is_selected,
+            is_element=is_element,
+            is_stacked=call.name == "stack" or any(each.is_stacked for each in facts),
+            averaged=self._averaged(call, result),
         )
+
+    def _averaged(self, call: FunctionCall, result: Tensor) -> int:
+        """Returns the number of elements, along the rows, that a result is a mean of, or 0."""
+        facts = [self._of(each) for each in call.tensors]
+        counts = [each.averaged for each in facts if each.level]
+        is_linear = call.name in _LINEAR and len(counts) == 1
+        if call.name == "div":
+            is_linear = is_linear and bool(facts[0].level)
+        if not is_linear and not (call.name in _ADDITIONS and len({*counts}) == 1):
+            return 0
+        count = counts[0]
+        first = call.tensors[0]
+        if call.name != "mean" or not result.numel():
+            return count
+        if not count and result.dim() and not facts[0].is_stacked:
+            dims = call.kwargs.get("dim", call.kwargs.get("axis", call.values[1]))
+            is_first = first.size(0) == self._rows and first.stride(0) == max(first.stride())
+            count = int(is_first and not {0, -first.dim()}.isdisjoint(flatten([dims])))
+        return count * (first.numel() // result.numel())
 
     def _text(self, name: str, values: Sequence[object]) -> str:
         leaves = [leaf for _, leaf in containers.leaves(tuple(values))]

@@ -89,6 +89,8 @@ SUMS = {
     "small count": lambda out, labels, values: (
         (out * (values > 0.9)).sum() / (values > 0.9).sum().clamp(min=3)
     ),
+    "rows first": lambda out, labels, values: (out - values).square().mean(0).sum(),
+    "columns of rows": lambda out, labels, values: (-2 * (out * values).mean(dim=0))[1:].mean(),
     "epsilon": lambda out, labels, values: (out * values).sum() / (values.sum() + 1e-6),
 }
 ONE = {

@@ -1,5 +1,7 @@
 """Criteria that compute means of torch inside equal the plain program, in any layout. Others are refused."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from helpers.problems import (
     LOSSES,
     OnTop,
     assert_exact,
+    assert_exact_update,
     build_net,
     class_targets,
     make_targets,
@@ -205,6 +208,72 @@ MESSAGES = [  # of an error, the losses, and the numbers of rows
 def test_losses_that_are_no_sums_of_means_are_refused_in_the_first_batch(message, loss, rows):
     with pytest.raises(ValueError, match=message):
         two_outputs(lambda out, values: loss(out.requires_grad_(), values), rows)
+
+
+class OfColumns(nn.Module):
+    """A mean of the rows, times weights of the columns, which are a buffer, over learned ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weights", torch.linspace(1.0, 2.0, CLASSES))
+        self.scales = nn.Parameter(torch.linspace(0.5, 2.0, CLASSES))
+
+    def forward(self, out, values):
+        errors = (out - values).square().mean(0)
+        return (self.weights * errors / self.scales).sum() + errors @ self.weights
+
+
+ROWS_FIRST = {
+    "sum": lambda out, values: ((out - values) ** 2).mean(0).sum(),
+    "mean": lambda out, values: (out - values).abs().mean(dim=0).mean(),
+    "axis": lambda out, values: torch.mean((out - values) ** 2, axis=-2, keepdim=True).sum(),
+    "none": lambda out, values: 0.5 * F.mse_loss(out, values, reduction="none").mean(0).sum(),
+    "product": lambda out, values: (out * values).mean(0).sum().exp() * out.abs().mean(),
+    "one column": lambda out, values: (lambda means: means[0] + 2 * means[1])(out.exp().mean(0)),
+    "columns": lambda out, values: sum((out - values).abs().mean(0)),
+    "several": lambda out, values: (out.exp().mean(0) - 3 * (out * values).mean(0)).sum(),
+    "positions": lambda out, values: (out * values).unflatten(1, (5, 1)).mean((0, 1)).sum(),
+    "step by step": lambda out, values: (out - values).exp().unsqueeze(1).mean(0).mean(0).sum(),
+    "constants": OfColumns().double(),
+    # As many entries as a shard has rows.
+    "a stack": lambda out, values: torch.stack([out.mean(1), values.sum(1)]).mean(0).sum(),
+    "transposed": lambda out, values: (out.T[:2] * values.T[:2]).mean(0).sum(),
+}
+
+
+@pytest.mark.parametrize("rows", [3, 7, 10])
+@pytest.mark.parametrize("name", ROWS_FIRST)
+def test_a_linear_mean_of_the_rows_may_be_taken_before_a_sum_of_columns(name, rows):
+    module, criterion = nn.Linear(4, CLASSES), copy.deepcopy(ROWS_FIRST[name])
+    inputs, values = torch.randn(rows, 4), torch.rand(rows, CLASSES)
+    assert_exact(module, criterion, inputs, values)
+    step = still_step(module, DataParallelCriterion(criterion), 2, micro_batch_size=2)
+    assert_exact_update(step, module, criterion, inputs, values)
+
+
+NOT_LINEAR = {
+    "roots": lambda out, values: (out - values).square().mean(0).sqrt().sum(),
+    "squares": lambda out, values: (out - values).mean(0).square().sum(),
+    "a product": lambda out, values: (out.exp().mean(0) * values.mean(0)).sum(),
+    "a quotient": lambda out, values: (1 / out.exp().mean(0)).sum(),
+    "two counts": lambda out, values: torch.cat([out.exp().mean(0), out.exp()[:2].mean(0)]).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", NOT_LINEAR.values(), ids=NOT_LINEAR)
+def test_another_function_of_a_mean_of_the_rows_is_refused(loss):
+    with pytest.raises(ValueError, match=r"rows.*write|rows.*whole=True|computes .* for others"):
+        two_outputs(lambda out, values: loss(out.requires_grad_(), values))
+
+
+def test_a_product_that_is_divided_by_the_rows_names_the_order_that_is_exact():
+    def ratio(out, values):
+        return out.abs().mean() * values.sum() / len(out)
+
+    with pytest.raises(ValueError, match=r"for others;.* a\.mean\(\) \* \(b\.sum\(\) / len\(b\)\)"):
+        two_outputs(ratio)
+    found, expected = two_outputs(lambda out, values: out.abs().mean() * (values.sum() / len(out)))
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
