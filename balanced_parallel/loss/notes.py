@@ -302,18 +302,20 @@ class SumNotes(TorchFunctionMode):
         if operation is not None and tensors:
             self._note(call, operation, tensors)
             return result
-        averaged = 0
         for tensor in tensors:
-            facts = self._facts_of(call, tensor)
-            averaged = facts.averaged
-            if averaged and not tensor.dim():
-                total = self._add(_MEAN_OF_ROWS, widen(tensor) * averaged)
-                self._quotient(_MEAN_OF_ROWS, total, averaged, tensor)
-            else:
-                self._learn(tensor, facts)
-        if call.level == _OF_ROWS and call.name in _REDUCTIONS and not averaged:
+            self._learn_result(call, tensor)
+        if call.level == _OF_ROWS and call.name in _REDUCTIONS:
             self._reduce(call, tensors[0])
         return result
+
+    def _learn_result(self, call: FunctionCall, result: Tensor) -> None:
+        """Notes a result that is not in the formula, and one element of a mean of rows as a mean."""
+        facts = self._facts_of(call, result)
+        if facts.averaged and not result.dim():
+            total = self._add(_MEAN_OF_ROWS, widen(result) * facts.averaged)
+            self._quotient(_MEAN_OF_ROWS, total, facts.averaged, result)
+        else:
+            self._learn(result, facts)
 
     def _operation(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Operation | None:
         """Returns an operation on sums or parameters, or None for another one."""
@@ -444,22 +446,24 @@ class SumNotes(TorchFunctionMode):
 
     def _averaged(self, call: FunctionCall, result: Tensor) -> int:
         """Returns the number of elements, along the rows, that a result is a mean of, or 0."""
-        facts = [self._of(each) for each in call.tensors]
-        counts = [each.averaged for each in facts if each.level]
-        is_linear = call.name in _LINEAR and len(counts) == 1
-        if call.name == "div":
-            is_linear = is_linear and bool(facts[0].level)
-        if not is_linear and not (call.name in _ADDITIONS and len({*counts}) == 1):
+        counts = [facts.averaged for facts in map(self._of, call.tensors) if facts.level]
+        is_known = call.name in _LINEAR and len(counts) == 1
+        is_known = is_known or (call.name in _ADDITIONS and len({*counts}) == 1)
+        if not is_known or (call.name == "div" and not self._of(call.values[0]).level):
             return 0
-        count = counts[0]
-        first = call.tensors[0]
         if call.name != "mean" or not result.numel():
-            return count
-        if not count and result.dim() and not facts[0].is_stacked:
-            dims = call.kwargs.get("dim", call.kwargs.get("axis", call.values[1]))
-            is_first = first.size(0) == self._rows and first.stride(0) == max(first.stride())
-            count = int(is_first and not {0, -first.dim()}.isdisjoint(flatten([dims])))
-        return count * (first.numel() // result.numel())
+            return counts[0]
+        first = call.tensors[0]
+        count = counts[0] or int(result.dim() > 0 and self._is_along_rows(call))
+        return count * first.numel() // result.numel()
+
+    def _is_along_rows(self, call: FunctionCall) -> bool:
+        """Returns True for a mean along the first dimension of a tensor, if that has the rows."""
+        (rows,) = call.tensors
+        dims = call.kwargs.get("dim", call.kwargs.get("axis", call.values[1]))
+        is_first = bool({0, -rows.dim()}.intersection(flatten([dims])))
+        is_plain = not self._of(rows).is_stacked and rows.stride(0) == max(rows.stride())
+        return is_first and is_plain and rows.size(0) == self._rows
 
     def _text(self, name: str, values: Sequence[object]) -> str:
         leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
@@ -623,7 +627,7 @@ class SumNotes(TorchFunctionMode):
     def _reduce(self, call: FunctionCall, result: Tensor) -> None:
         """Notes the sum of all elements of a tensor or of a product, their mean, or their norm."""
         rows, name = call.tensors[0], call.name
-        if result.dim() or not rows.dim():
+        if result.dim() or not rows.dim() or self._of(result).level == _OF_SUMS:
             return
         is_target = all(self._of(each).is_target for each in call.tensors)
         facts = Facts(_OF_SUMS, is_target=is_target)

@@ -255,6 +255,7 @@ NOT_LINEAR = {
     "roots": lambda out, values: (out - values).square().mean(0).sqrt().sum(),
     "squares": lambda out, values: (out - values).mean(0).square().sum(),
     "a product": lambda out, values: (out.exp().mean(0) * values.mean(0)).sum(),
+    "a ratio": lambda out, values: (out.mean(0) / values.mean(0)).sum(),
     "a quotient": lambda out, values: (1 / out.exp().mean(0)).sum(),
     "two counts": lambda out, values: torch.cat([out.exp().mean(0), out.exp()[:2].mean(0)]).sum(),
 }
