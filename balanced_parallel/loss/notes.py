@@ -89,7 +89,9 @@ _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "di
 _REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
 _OF_COLUMNS = {"sum", "nansum", "count_nonzero", "mean"}  # Reductions along the rows alone.
 _COPIES = {"reshape", "flatten", "contiguous", "clone"}  # They may move rows in the memory.
-_OF_DIMS = _OF_COLUMNS | _COPIES | {"stack"}
+_TRANSPOSES = {"T", "mT", "H", "mH"}
+_MOVES = _TRANSPOSES | {"t", "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
+_OF_DIMS = _OF_COLUMNS | _COPIES | _MOVES | {"stack"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
@@ -251,6 +253,8 @@ class SumNotes(TorchFunctionMode):
         """Calls a function of torch, and notes a sum, or an operation on sums."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__" and func.__self__.__name__ in _TRANSPOSES:
+            name = func.__self__.__name__
         is_property = name in _PROPERTIES and type(args[0]) is Tensor
         # The rows of a shard are computed of a sum of all of them.
         if func is sum_over_rows or (is_property and id(args[0]) not in self._facts.ids):
@@ -260,7 +264,7 @@ class SumNotes(TorchFunctionMode):
         result = func(*args, **kwargs)
         is_tensor = isinstance(result, Tensor)
         is_new = is_tensor and result.dim() and id(result) not in self._facts.ids
-        if is_new and not (name in _OF_DIMS and _needs_dim(name, args, kwargs)):
+        if is_new and not (name in _OF_DIMS and _needs_dim(name, args, kwargs, result)):
             return result
         if not is_tensor and name in _PROPERTIES:
             return result
@@ -319,17 +323,16 @@ class SumNotes(TorchFunctionMode):
         if not inputs:
             return None
         arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
-        name = call.name
         # Ranks exchange functions. Properties and some operators have none that can be imported.
-        if name == "get":
-            name = func.__self__.__name__
-            func = operator.attrgetter(name)
+        if _is_getter(func):
+            func = operator.attrgetter(call.name)
         elif id(func) in _METHODS:
             func = functools.partial(call_method, _METHODS[id(func)])
-        return Operation(func, name, arguments, inputs, (), call.writes, not self._is_inside)
+        has_graph = not self._is_inside
+        return Operation(func, call.name, arguments, inputs, (), call.writes, has_graph)
 
     def _describe(self, func: Any, args: Any, kwargs: Any) -> FunctionCall:
-        whole_name = str(getattr(func, "__name__", ""))
+        whole_name = str(getattr(func.__self__ if _is_getter(func) else func, "__name__", ""))
         name = _NAMES.get(whole_name.strip("_"), whole_name.strip("_"))
         values = (*args, *kwargs.values())
         tensors = [part for part in flatten(values) if isinstance(part, Tensor)]
@@ -441,6 +444,8 @@ class SumNotes(TorchFunctionMode):
             return -1
         if call.name in _COPIES and _is_strided(call.args):
             return _dim_behind(call.tensors[0], self._dim_of(call.tensors[0]), result)
+        if call.name in _MOVES and _is_strided(call.args):
+            return _dim_of_rows(result) if self._of(call.tensors[0]).dim is None else -1
         for tensor in call.tensors:
             dim = self._of(tensor).dim
             if dim is not None:
@@ -814,14 +819,20 @@ def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
     return name in _SELECTIONS or (name == "where" and len(tensors) == 1)
 
 
-def _needs_dim(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _is_getter(func: Any) -> bool:
+    """Returns True for a function that reads a property of a tensor."""
+    return getattr(func, "__name__", "") == "__get__"
+
+
+def _needs_dim(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> bool:
     """Returns True for a function that reduces rows, or that may move them in the memory."""
     if name == "stack":
         return True
     if not _is_strided(args):
         return False
-    dim = _dim_of_rows(args[0])
-    return _is_along(dim, args, kwargs) if name in _OF_COLUMNS else dim != 0
+    if name in _OF_COLUMNS:
+        return _is_along(_dim_of_rows(args[0]), args, kwargs)
+    return _dim_of_rows(result if name in _MOVES else args[0]) != 0
 
 
 def _is_strided(args: Sequence[Any]) -> bool:

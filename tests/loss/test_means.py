@@ -266,9 +266,13 @@ ROWS_FIRST = {
         (out - values).square().sum(0) / (values.square().mean(0) - values.mean(0).square())
     ).mean(),
     "a Dice of each class": lambda out, values: dice_of_classes(out.softmax(1), values),
-    "classes come first": lambda out, values: dice_of_classes(out.softmax(1).T.flatten(1), values.T.flatten(1), 1),
+    "classes come first": lambda out, values: dice_of_classes(
+        out.softmax(1).T.flatten(1), values.T.flatten(1), 1
+    ),
     "classes and positions": lambda out, values: dice_of_classes(
-        out.unflatten(1, (5, 1, 1)).sigmoid().transpose(0, 1).reshape(5, -1), values.T.reshape(5, -1), -1
+        out.unflatten(1, (5, 1, 1)).sigmoid().transpose(0, 1).reshape(5, -1),
+        values.T.reshape(5, -1),
+        -1,
     ),
     "classes that are present": lambda out, values: present(out, values.argmax(1)),
     "balance of experts": lambda out, values: (
