@@ -501,7 +501,7 @@ class SumNotes(TorchFunctionMode):
         self._operations.append(operation._replace(results=numbers))
         for number, tensor in zip(numbers, results, strict=True):
             original = facts if call.name in ("clone", "detach") else None
-            is_column = tensor.dim() > 0 and any(self._of(each).is_column for each in call.tensors)
+            is_column = any(self._of(each).is_column for each in call.tensors)
             learned = Facts(call.level, number, form, None, is_target, original=original)
             self._learn(tensor, learned._replace(is_column=is_column))
 
