@@ -262,13 +262,17 @@ class SumNotes(TorchFunctionMode):
         if func in RULES or not self._is_unknown(name, args, kwargs):
             return self._call(func, args, kwargs)
         result = func(*args, **kwargs)
-        is_tensor = isinstance(result, Tensor)
-        is_new = is_tensor and result.dim() and id(result) not in self._facts.ids
-        if is_new and not (name in _OF_DIMS and _needs_dim(name, args, kwargs, result)):
-            return result
-        if not is_tensor and name in _PROPERTIES:
+        if self._is_plain(name, args, kwargs, result):
             return result
         return self._call(func, args, kwargs, result)
+
+    def _is_plain(self, name: str, args: Any, kwargs: Any, result: object) -> bool:
+        """Returns True for a result that depends on the rows, and that needs no note."""
+        if not isinstance(result, Tensor):
+            return name in _PROPERTIES
+        if not result.dim() or id(result) in self._facts.ids:
+            return False
+        return name not in _OF_DIMS or not _needs_dim(name, args, kwargs, result)
 
     def _is_unknown(self, name: str, args: Any, kwargs: Any) -> bool:
         """Returns True for most operations of a model: an argument may depend on the rows, and none

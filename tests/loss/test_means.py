@@ -226,6 +226,9 @@ class OfColumns(nn.Module):
         return (self.weights * errors / self.scales).sum() + errors @ self.weights
 
 
+PRIOR = torch.full((CLASSES,), 1 / CLASSES, dtype=torch.float64)
+
+
 def dice_of_classes(predicted, wanted, dim=0):
     sums = predicted.sum(dim) + wanted.sum(dim)
     return (1 - 2 * (predicted * wanted).sum(dim) / sums).mean()
@@ -279,6 +282,10 @@ ROWS_FIRST = {
         F.one_hot(out.argmax(1), CLASSES).to(out).mean(0) * out.softmax(1).mean(dim=0)
     ).sum(),
     "entropy of the mean": lambda out, values: torch.special.entr(out.softmax(1).mean(0)).sum(),
+    "weights of classes outside": lambda out, values: (
+        (PRIOR * out.exp().mean(0)).sum()
+        + F.kl_div(out.softmax(1).mean(0).log(), PRIOR, reduction="sum")
+    ),
     "the largest column": lambda out, values: out.exp().sum(0).max() / values.sum(0).max(),
     "written": lambda out, values: out.exp().mean(0).add_(1).log_().sum(),
 }
