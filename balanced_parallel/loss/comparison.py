@@ -8,6 +8,7 @@ Samples of the rows are taken in the forwards of an update, and are compared onc
 of all ranks. Without that, a loss whose rows depend on each other would be another one for shards.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -158,10 +159,9 @@ class ComparisonOfSums:
         rows = output.sizes[0]
         if not rows:
             return
-        pair = (
-            mark_leaves(output[0], output.dim, "the output"),
-            mark(shard.targets, self.copies.dim),
-        )
+        is_listed = _has_entry_per_row(output[0], rows)
+        marked = Rows(output[0]) if is_listed else mark_leaves(output[0], output.dim, "the output")
+        pair = marked, mark(shard.targets, self.copies.dim)
         leaves = containers.leaves(pair[:1])
         sizes = {place: size for place, leaf in leaves if (size := _size_of(leaf)) is not None}
         counts = {*sizes.values()}
@@ -391,6 +391,13 @@ def is_list(leaf: object) -> bool:
     return isinstance(leaf, Rows) or containers.is_row_list(without_mark(leaf))
 
 
+def _has_entry_per_row(output: object, rows: int) -> bool:
+    """Returns True for a list with an entry for each row, and not of tensors with all rows."""
+    if type(output) is not list or len(output) != rows:
+        return False
+    return any(tensor.shape[:1] != (rows,) for tensor in containers.tensors_in(output))
+
+
 def join_rows(place: str, values: list[Any], device: torch.device, padding: str = "") -> Any:
     """Returns the rows of marked values as one on ``device``, or the first value if they have no
     rows.
@@ -461,7 +468,8 @@ def _find_constant(samples: Sequence[Sample]) -> set[str]:
                 constant.add(place)
 
     if len(samples) > 1:
-        containers.zip_leaves(look, [sample.pair for sample in samples])
+        with contextlib.suppress(ValueError):  # Lists with an entry for each row may differ.
+            containers.zip_leaves(look, [sample.pair for sample in samples])
     return set() if all(equal.values()) else constant
 
 
@@ -535,6 +543,6 @@ _DEPENDENT_IN_MODEL = (
 _DEPENDENT = (
     ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "
     "AdditiveLoss(statistics, finish) for tensors of sums; weight=, a function (output, *targets) -> scalar, for a mean; "
-    "weight='rows' for a mean over rows; reduce the rows last, as errors.sum(1).mean() in place of errors.mean(0).sum(); or, "
+    "weight='rows' for a mean over rows; or, "
     f"if each shard pads to its own longest row, write {MASKED}"
 )

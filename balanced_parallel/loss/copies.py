@@ -337,7 +337,7 @@ def _call(
                 *others,
             )
         except (RuntimeError, IndexError) as error:
-            if names := _tensors_outside(criterion):
+            if names := [*tensors_outside(criterion)]:
                 error.add_note(
                     f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved to "
                     f"{device}: pass a tensor of all rows as a target, another as a buffer of a module or by functools.partial"
@@ -350,9 +350,9 @@ def _call(
             raise
 
 
-def _tensors_outside(criterion: Criterion) -> list[str]:
-    """Returns the names of tensors that a function reads beside its arguments, or that a module has
-    as plain attributes.
+def tensors_outside(criterion: Criterion) -> dict[str, Tensor]:
+    """Returns the tensors that a function reads beside its arguments, or that a module has as plain
+    attributes, by their names.
     """
     try:
         outside = inspect.getclosurevars(
@@ -361,8 +361,8 @@ def _tensors_outside(criterion: Criterion) -> list[str]:
         values = {**vars(criterion), **outside.globals, **outside.nonlocals}
     # it is not written in Python, or a functools.partial, whose tensors are moved
     except TypeError:
-        return []
-    return [name for name, value in values.items() if isinstance(value, Tensor)]
+        return {}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:

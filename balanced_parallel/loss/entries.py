@@ -21,7 +21,7 @@ from torch import Tensor
 from ..batch import containers
 from ..runtime.collectives import gather_objects
 from .copies import Criterion, ShardLoss
-from .sums import LossSum, add_numbers, weighted_sum
+from .sums import LossSum, add_tensors, weighted_sum
 
 
 class LoggedSums(NamedTuple):
@@ -145,7 +145,7 @@ def merge_logged(parts: Iterable[LoggedMeans]) -> dict[str, float]:
     local = []
     for part in parts:
         for place, value in part.items():
-            numbers = value and value._replace(sums=[*map(float, value.sums)])
+            numbers = value and value._replace(sums=[*map(_on_host, value.sums)])
             local.append((place.strip(".[]'\""), numbers))
     values: dict[str, list[LoggedSums | None]] = {}
     for name, numbers in itertools.chain(*gather_objects(local)):
@@ -163,5 +163,8 @@ def _merge(name: str, values: list[LoggedSums | None]) -> float:
             "step(..., return_outputs=True)"
         )
     columns = zip(*(value.sums for value in functions), strict=True)
-    sums = [torch.tensor(add_numbers(column), dtype=torch.float64) for column in columns]
-    return float(functions[0].compute(sums))
+    return float(functions[0].compute([*map(add_tensors, columns)]))
+
+
+def _on_host(value: Tensor | float) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu")

@@ -25,7 +25,14 @@ from ..runtime.devices import move
 from ..runtime.torch_private import is_differentiable
 from .additive import AdditiveLoss, note_statistics
 from .comparison import ComparisonOfSums, ShardStatistics, Sums
-from .copies import Calls, CriterionCopies, ShardLoss
+from .copies import (
+    Calls,
+    Criterion,
+    CriterionCopies,
+    ShardLoss,
+    parameters_in,
+    tensors_outside,
+)
 from .coupled import CoupledLoss
 from .entries import LoggedMeans, LoggedSums, places_beside_loss, places_to_log, refuse_total
 from .formula import Constant, Form, Formula, Statistic, Unknown, Value
@@ -72,13 +79,11 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True, is_blind: bool = False
     """
     if is_split:
         _refuse_parameters(shard.output)
-    criterion, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
+    criterion = shard.criterion
     targets = shard.targets, shard.kwargs
     notes: SumNotes = shard.notes or SumNotes()
     notes.of_batch((shard.output, *targets), shard.rows, is_blind=is_blind).of_targets(targets)
-    notes.of_constants((arguments, settings))
-    if isinstance(criterion, nn.Module):
-        notes.of_constants([*criterion.buffers()]).of_criterion(criterion.parameters())
+    notes.of_constants(_constants_in(criterion)).of_criterion(parameters_in(criterion))
     with notes:
         result = shard.call()
     if shard.collectives.is_used:
@@ -98,6 +103,14 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True, is_blind: bool = False
             has_scalars=has_scalars,
         )
     return Noted(result, formula, statistics)
+
+
+def _constants_in(criterion: Criterion) -> list[object]:
+    """Returns the tensors that a criterion has, or reads, beside its parameters and arguments."""
+    function, arguments, settings = unwrap(criterion)
+    outside = tensors_outside(function).values()
+    buffers = criterion.buffers() if isinstance(criterion, nn.Module) else ()
+    return [arguments, settings, *buffers, *(each for each in outside if not each.requires_grad)]
 
 
 def _refuse_parameters(output: object) -> None:

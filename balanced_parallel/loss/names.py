@@ -15,7 +15,8 @@ from .rules import find_torch_loss
 MASKED = "(errors * mask).sum() / mask.sum()"
 ALWAYS = (
     "expected the same means times the same numbers for all rows, or statistics of equal shapes: compute each always, log no "
-    "number of rows, or give weight="
+    "number of rows, divide a sum before it is multiplied, as a.mean() * (b.sum() / len(b)), or give weight='rows' for a mean of "
+    "one loss per row, or weight="
 )
 SIZED = (
     ", expected a number that follows from the sizes of the rows, as len(errors) does: for a count of some rows, divide by a "

@@ -87,6 +87,11 @@ _PRODUCTS = {"dot", "vdot", "inner", "matmul", "einsum", "tensordot"}
 _SUMS = _PRODUCTS | {"sum", "nansum", "count_nonzero", "trace"}
 _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
 _REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
+_OF_COLUMNS = {"sum", "nansum", "count_nonzero", "mean"}  # Reductions along the rows alone.
+_COPIES = {"reshape", "flatten", "contiguous", "clone"}  # They may move rows in the memory.
+_TRANSPOSES = {"T", "mT", "H", "mH"}
+_MOVES = _TRANSPOSES | {"t", "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
+_OF_DIMS = _OF_COLUMNS | _COPIES | _MOVES | {"stack"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
@@ -106,6 +111,9 @@ class Facts(NamedTuple):
     is_target: bool = False  # It does not depend on the outputs.
     is_selected: bool = False  # The size depends on values.
     is_element: bool = False  # It is computed of some rows alone.
+    dim: int | None = None  # The rows are along it, or along none if it is -1. None is unknown.
+    # It is a function of sums of columns, and rows if it is computed with other rows.
+    is_column: bool = False
     # It was computed without a graph. An autograd function may have given it a derivative.
     is_inside: bool = False
     original: "Facts | None" = None  # The facts about the tensor that it copies.
@@ -126,6 +134,11 @@ class FunctionCall(NamedTuple):
     tensors: Sequence[Tensor]  # The result depends on these.
     level: int
     writes: bool
+
+    @property
+    def args(self) -> Sequence[Any]:
+        """The positional arguments."""
+        return self.values[: len(self.values) - len(self.kwargs)]
 
 
 class _FactsByTensor(WeakIdKeyDictionary):
@@ -240,6 +253,8 @@ class SumNotes(TorchFunctionMode):
         """Calls a function of torch, and notes a sum, or an operation on sums."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__" and func.__self__.__name__ in _TRANSPOSES:
+            name = func.__self__.__name__
         is_property = name in _PROPERTIES and type(args[0]) is Tensor
         # The rows of a shard are computed of a sum of all of them.
         if func is sum_over_rows or (is_property and id(args[0]) not in self._facts.ids):
@@ -247,12 +262,17 @@ class SumNotes(TorchFunctionMode):
         if func in RULES or not self._is_unknown(name, args, kwargs):
             return self._call(func, args, kwargs)
         result = func(*args, **kwargs)
-        is_tensor = isinstance(result, Tensor)
-        if is_tensor and result.dim() and id(result) not in self._facts.ids:
-            return result
-        if not is_tensor and name in _PROPERTIES:
+        if self._is_plain(name, args, kwargs, result):
             return result
         return self._call(func, args, kwargs, result)
+
+    def _is_plain(self, name: str, args: Any, kwargs: Any, result: object) -> bool:
+        """Returns True for a result that depends on the rows, and that needs no note."""
+        if not isinstance(result, Tensor):
+            return name in _PROPERTIES
+        if not result.dim() or id(result) in self._facts.ids:
+            return False
+        return name not in _OF_DIMS or not _needs_dim(name, args, kwargs, result)
 
     def _is_unknown(self, name: str, args: Any, kwargs: Any) -> bool:
         """Returns True for most operations of a model: an argument may depend on the rows, and none
@@ -307,24 +327,22 @@ class SumNotes(TorchFunctionMode):
         if not inputs:
             return None
         arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
-        name = call.name
         # Ranks exchange functions. Properties and some operators have none that can be imported.
-        if name == "get":
-            name = func.__self__.__name__
-            func = operator.attrgetter(name)
+        if _is_getter(func):
+            func = operator.attrgetter(call.name)
         elif id(func) in _METHODS:
             func = functools.partial(call_method, _METHODS[id(func)])
-        return Operation(func, name, arguments, inputs, (), call.writes, not self._is_inside)
+        has_graph = not self._is_inside
+        return Operation(func, call.name, arguments, inputs, (), call.writes, has_graph)
 
     def _describe(self, func: Any, args: Any, kwargs: Any) -> FunctionCall:
-        whole_name = str(getattr(func, "__name__", ""))
+        whole_name = str(getattr(func.__self__ if _is_getter(func) else func, "__name__", ""))
         name = _NAMES.get(whole_name.strip("_"), whole_name.strip("_"))
         values = (*args, *kwargs.values())
         tensors = [part for part in flatten(values) if isinstance(part, Tensor)]
         if name in CONVERSIONS and args and isinstance(args[0], Tensor):
             tensors = tensors[:1]
-        levels = {self._of(tensor).level for tensor in tensors}
-        level = _OF_BOTH if {_OF_SUMS, _OF_ROWS} <= levels else max(levels, default=_OF_NOTHING)
+        level = _level_of([*map(self._of, tensors)])
         if level == _OF_BOTH and func is torch.autograd.grad and self._is_of_rows(tensors):
             level = _OF_ROWS
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
@@ -417,8 +435,31 @@ class SumNotes(TorchFunctionMode):
         is_element = call.name in _ELEMENTS or any(each.is_element for each in facts)
         is_element = is_element and call.name not in ("any", "all")
         return Facts(
-            call.level, is_target=is_target, is_selected=is_selected, is_element=is_element
+            call.level,
+            is_target=is_target,
+            is_selected=is_selected,
+            is_element=is_element,
+            dim=self._dim_in(call, result),
         )
+
+    def _dim_in(self, call: FunctionCall, result: Tensor) -> int | None:
+        """Returns the dimension of the rows in a result, if its memory does not tell."""
+        if call.name == "stack":
+            return -1
+        if call.name in _COPIES and _is_strided(call.args):
+            return _dim_behind(call.tensors[0], self._dim_of(call.tensors[0]), result)
+        if call.name in _MOVES and _is_strided(call.args):
+            return _dim_of_rows(result) if self._of(call.tensors[0]).dim is None else -1
+        for tensor in call.tensors:
+            dim = self._of(tensor).dim
+            if dim is not None:
+                return dim if tensor.shape == result.shape else -1
+        return None
+
+    def _dim_of(self, tensor: Tensor) -> int:
+        """Returns the dimension of the rows in a tensor, or -1."""
+        dim = self._of(tensor).dim
+        return _dim_of_rows(tensor) if dim is None else dim
 
     def _text(self, name: str, values: Sequence[object]) -> str:
         leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
@@ -464,7 +505,9 @@ class SumNotes(TorchFunctionMode):
         self._operations.append(operation._replace(results=numbers))
         for number, tensor in zip(numbers, results, strict=True):
             original = facts if call.name in ("clone", "detach") else None
-            self._learn(tensor, Facts(call.level, number, form, None, is_target, original=original))
+            is_column = any(self._of(each).is_column for each in call.tensors)
+            learned = Facts(call.level, number, form, None, is_target, original=original)
+            self._learn(tensor, learned._replace(is_column=is_column))
 
     def _form_of(self, call: FunctionCall) -> Form:
         """Returns the form of the result of an operation on sums."""
@@ -505,6 +548,8 @@ class SumNotes(TorchFunctionMode):
         if count.place not in self.statistics or count.kind not in ("sum", "bounded"):
             return None
         statistic = self.statistics[count.place]
+        if isinstance(statistic.value, Tensor) and statistic.value.dim():
+            return OTHER  # Each column has another count.
         is_bounded = statistic.is_bounded or count.kind == "bounded"
         self.statistics[count.place] = statistic._replace(is_count=True, is_bounded=is_bounded)
         return count._replace(kind="mean") if form.kind == "sum" else OTHER
@@ -520,9 +565,12 @@ class SumNotes(TorchFunctionMode):
 
     def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:
         """Notes an undivided sum over the rows."""
+        kind += _shape_of(total)
         number = self._add(kind, total, may_learn=not is_target)
         form = SUM._replace(place=number)
-        self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
+        is_column = result.dim() > 0
+        facts = Facts(_OF_SUMS, number, form, is_target=is_target, is_column=is_column)
+        self._learn(result, facts)
 
     def _derive(
         self,
@@ -580,12 +628,14 @@ class SumNotes(TorchFunctionMode):
         return True
 
     def _reduce(self, call: FunctionCall, result: Tensor) -> None:
-        """Notes the sum of all elements of a tensor or of a product, their mean, or their norm."""
+        """Notes the sum of all elements of a tensor or of a product, their mean, or their norm, and
+        sums and means along the rows.
+        """
         rows, name = call.tensors[0], call.name
-        if result.dim() or not rows.dim():
+        if not rows.dim() or (result.dim() and not self._is_along_rows(call)):
             return
         is_target = all(self._of(each).is_target for each in call.tensors)
-        facts = Facts(_OF_SUMS, is_target=is_target)
+        facts = Facts(_OF_SUMS, is_target=is_target, is_column=result.dim() > 0)
         if name in _SUMS:
             self._sum("sum", widen(result), result, is_target=is_target)
         elif name in _NORMS:
@@ -595,13 +645,25 @@ class SumNotes(TorchFunctionMode):
                 place = self._add("sum of squares", squares, may_learn=not is_target)
                 self._derive(root, "norm", [place], result, facts._replace(form=ROOT))
         else:
-            count: Any = rows.numel()
+            count: Any = rows.numel() // max(result.numel(), 1)
             if self._of(rows).is_selected:
                 count = torch.tensor(count)  # It does not follow from sizes.
-            total = rows.nansum() if name == "nanmean" else rows.sum(dtype=widen(result).dtype)
             if name == "nanmean":
+                total = rows.nansum()
                 count = rows.isnan().logical_not().sum()
+            else:
+                settings = {**call.kwargs, "dtype": widen(result).dtype}
+                total = torch.sum(*call.args, **settings)
+            name += _shape_of(total)
             self._quotient(name, self._add(name, widen(total)), count, result, facts)
+
+    def _is_along_rows(self, call: FunctionCall) -> bool:
+        """Returns True for a reduction along the dimension that has all rows."""
+        if call.name not in _OF_COLUMNS or not _is_strided(call.args):
+            return False
+        rows = call.tensors[0]
+        dim = self._dim_of(rows)
+        return _is_along(dim, call.args, call.kwargs) and not rows.size(dim) % (self._rows or 1)
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are noted."""
@@ -759,6 +821,60 @@ def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
     if name == "getitem":
         return any(index.dtype == torch.bool for index in tensors[1:])
     return name in _SELECTIONS or (name == "where" and len(tensors) == 1)
+
+
+def _is_getter(func: Any) -> bool:
+    """Returns True for a function that reads a property of a tensor."""
+    return getattr(func, "__name__", "") == "__get__"
+
+
+def _needs_dim(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> bool:
+    """Returns True for a function that reduces rows, or that may move them in the memory."""
+    if name == "stack":
+        return True
+    if not _is_strided(args):
+        return False
+    if name in _OF_COLUMNS:
+        return _is_along(_dim_of_rows(args[0]), args, kwargs)
+    return _dim_of_rows(result if name in _MOVES else args[0]) != 0
+
+
+def _is_strided(args: Sequence[Any]) -> bool:
+    """Returns True if the first argument is a tensor whose memory has strides."""
+    return bool(args) and getattr(args[0], "layout", None) == torch.strided
+
+
+def _dim_of_rows(rows: Tensor) -> int:
+    """Returns the dimension of the rows, which have the largest stride, or -1."""
+    strides = rows.stride()
+    return strides.index(max(strides)) if strides else -1
+
+
+def _dim_behind(rows: Tensor, dim: int, copy: Tensor) -> int:
+    """Returns the dimension of the rows in a copy, which may have another shape, or -1."""
+    before = rows.shape[: max(dim, 0)].numel()
+    sizes = [copy.shape[:each].numel() for each in range(copy.dim())]
+    return sizes.index(before) if dim >= 0 and before in sizes else -1
+
+
+def _is_along(dim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Returns True for arguments of a reduction along a dimension."""
+    dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    return dim >= 0 and not {dim, dim - args[0].dim()}.isdisjoint(flatten([dims]))
+
+
+def _shape_of(total: Tensor) -> str:
+    """Returns the shape of a sum of columns as text."""
+    return f" of shape {tuple(total.shape)}" if total.dim() else ""
+
+
+def _level_of(facts: Sequence[Facts]) -> int:
+    """Returns what a function of tensors depends on."""
+    levels = {each.level for each in facts}
+    if not {_OF_SUMS, _OF_ROWS} <= levels:
+        return max(levels, default=_OF_NOTHING)
+    are_columns = all(each.is_column for each in facts if each.level == _OF_SUMS)
+    return _OF_ROWS if are_columns and _OF_BOTH not in levels else _OF_BOTH
 
 
 def _is_plain(index: object) -> bool:

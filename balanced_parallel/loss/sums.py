@@ -180,6 +180,13 @@ def add_numbers(numbers: Sequence[float]) -> float:
     return math.fsum(numbers)
 
 
+def add_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of tensors in float64 on the host, each element rounded once."""
+    columns = zip(*(each.double().flatten().tolist() for each in tensors), strict=True)
+    total = torch.tensor([*map(add_numbers, columns)], dtype=torch.float64)
+    return total.reshape(tensors[0].shape)
+
+
 def _as_scalar(value: Weight, device: torch.device) -> Tensor:
     if (
         isinstance(value, Tensor)

@@ -87,8 +87,8 @@ class BalancedOptimizer(torch.optim.Optimizer):
     ``parameter.grad`` of the model's own parameters stands for these: lines of a loop that read,
     change, replace or clear it do what they do with the plain optimizer. An operation gathers this
     gradient alone, and writes it back to the owners. Every step begins with the values of
-    ``model.parameters()``: what is written to the pieces is lost. Call :meth:`step` on the same
-    model that ran the backward.
+    ``model.parameters()``: a write to the pieces is an error, and lost through ``.data``. Call
+    :meth:`step` on the same model that ran the backward.
 
     Args:
         model: a :class:`DataParallelModel`, or the model that :func:`parallelize` returns under
@@ -311,6 +311,11 @@ class _ReplicaShards:
             tensors = itertools.chain(*map(self._updated, group["params"]))
             updated.append({**group, "params": [*tensors]})
         self.inner = recipe.make(updated)
+        self._versions = self._count_writes()
+
+    def _count_writes(self) -> list[int]:
+        pieces = itertools.chain(*self._pieces.values())
+        return torch_private.versions([piece.values for piece in pieces])
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -330,6 +335,12 @@ class _ReplicaShards:
         """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the
         model's own parameters.
         """
+        if self._versions != self._count_writes():
+            self._versions = self._count_writes()
+            raise RuntimeError(
+                "a tensor of optimizer.param_groups was written to, a piece of a parameter, so the write is lost, expected one "
+                "to model.parameters() under torch.no_grad()"
+            )
         replicas = self._model.replicas
         if self._pieces:
             wanted = self._pieces if replicas.has_sums else ()
@@ -338,7 +349,10 @@ class _ReplicaShards:
         with replicas.publishing(self._pieces):
             for owners in () if replicas.has_sums or replicas.are_fresh else self._owners:
                 owners.fetch()
-            getattr(self.inner, method)()
+            try:
+                getattr(self.inner, method)()
+            finally:
+                self._versions = self._count_writes()
             for owners in self._owners:
                 owners.publish()
 

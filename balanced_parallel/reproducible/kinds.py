@@ -63,7 +63,7 @@ class ExactLossOfMeans(LossOfSums):
     def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
         """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
         form = {place: total.to("meta") for place, total in self._total.items()}
-        numbers = {place: [*map(float, parts)] for place, parts in self._numbers.items()}
+        numbers = {place: [each.cpu() for each in parts] for place, parts in self._numbers.items()}
         everywhere = enumerate(self.comparison.gather((self._formula, form, numbers)))
         by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
         self.comparison.check_names([form for _, form, _ in by_rank.values()])
@@ -71,8 +71,8 @@ class ExactLossOfMeans(LossOfSums):
             self._formula = self._formula or formula
             for place, like in form.items():
                 everyone = itertools.chain(*(parts[2][place] for parts in by_rank.values()))
-                total = loss_sums.add_numbers([*everyone])
-                self._total[place] = torch.full_like(like, total, device=self.home)
+                total = loss_sums.add_tensors([*everyone])
+                self._total[place] = total.to(self.home, like.dtype)
         return [*by_rank]
 
 

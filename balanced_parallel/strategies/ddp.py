@@ -211,17 +211,17 @@ class DistributedModel(RankModel, DistributedDataParallel):
         """Runs a row in place of arguments without rows. Only the structure of the output is left,
         and its way to the arguments.
         """
-        has_gradients = torch.is_grad_enabled()
         inputs, kwargs = row = self._copied_row(row, empty)
         is_chained = any(tensor.requires_grad for tensor in tensors_in(row))
-        frozen = _requiring(self.record.parameters, False) if is_chained else torch.no_grad()
-        with undone(self.module, self.devices), frozen:
+        frozen = self.record.parameters if is_chained else []
+        # A forward may call torch.autograd.grad.
+        with undone(self.module, self.devices), _requiring(frozen, False):
             outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
 
         def connected(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad or not is_differentiable(tensor):
+            if (is_chained and tensor.requires_grad) or not is_differentiable(tensor):
                 return tensor
-            return tensor.detach().requires_grad_(has_gradients)
+            return tensor.detach().requires_grad_(torch.is_grad_enabled())
 
         return map_tensors(connected, outputs.narrow(0, 0)[0])
 

@@ -212,10 +212,10 @@ class ShardedModel(RankModel):
         )
 
     def _begin_backward(self, in_step: bool) -> None:
-        if not in_step and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
-            self.record.refuse_requests()
-        elif not in_step:
+        if not in_step:
             refuse_graph()
+            if not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
+                self.record.refuse_requests()
         self.record.begin()
 
     @contextlib.contextmanager

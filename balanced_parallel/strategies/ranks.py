@@ -590,8 +590,8 @@ def refuse_graph() -> None:
     """Raises ``RuntimeError`` in a backward that keeps a graph of the gradients that ranks share."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "backward(create_graph=True) was called, and gradients that ranks share have no graph, expected "
-            "torch.autograd.grad(loss, parameters, create_graph=True) with strategy='ddp'"
+            "a backward was called with create_graph=True, and gradients that ranks share have no graph, expected "
+            "torch.autograd.grad(loss, tensors, create_graph=True) with strategy='ddp'"
         )
 
 

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, DiceLoss, TrainStep, Whole
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    DiceLoss,
+    Rows,
+    TrainStep,
+    Whole,
+)
 from balanced_parallel.loss.coupled import WholeLoss
 from balanced_parallel.loss.means import LossOfSums
 
@@ -246,3 +253,52 @@ def test_a_loss_of_an_update_is_in_no_cycle(kind):
         assert reference() is None
     finally:
         gc.enable()
+
+
+class OfImages(nn.Module):
+    """Returns a list of the outputs of images, whose sizes differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, images):
+        return [self.layer(image) for image in images]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"devices": 4}])
+@pytest.mark.parametrize("sizes", [(2, 3, 1, 4, 4, 2, 5), (1, 1, 1, 1), (3, 3, 3)])
+def test_an_output_may_be_a_list_with_an_entry_for_each_row(layout, sizes):
+    """Its entries were compared as tensors with rows: "output[1] has [4] rows for [2] rows of the batch"."""
+    net = OfImages()
+    plain = copy.deepcopy(net)
+
+    def criterion(outputs, targets):
+        return F.mse_loss(torch.cat(outputs), torch.cat(targets))
+
+    step = make_step(net, criterion, lr=0.0, **layout)
+    for _ in range(2):
+        images = [torch.randn(size, 4) for size in sizes]
+        targets = [torch.randn(size, 3) for size in sizes]
+        expected = criterion(plain(images), targets)
+        assert_close(step(Rows(images), Rows(targets)), expected.detach())
+        expected.backward()
+        assert_close(net.layer.weight.grad, plain.layer.weight.grad)
+        plain.zero_grad()
+
+
+def test_scales_of_a_list_are_no_rows():
+    """A list of as many tensors as a shard has rows."""
+
+    class Pyramid(OfImages):
+        def forward(self, rows):
+            return [self.layer(rows), self.layer(rows.exp()), self.layer(-rows)]
+
+    def criterion(outputs, target):
+        return sum(F.mse_loss(output, target) for output in outputs)
+
+    for rows in (3, 6, 7):
+        net = Pyramid()
+        step = make_step(net, criterion, devices=2, lr=0.0)
+        inputs, target = torch.randn(rows, 4), torch.randn(rows, 3)
+        assert_close(step(inputs, target), criterion(net(inputs), target).detach())

@@ -89,6 +89,15 @@ SUMS = {
     "small count": lambda out, labels, values: (
         (out * (values > 0.9)).sum() / (values > 0.9).sum().clamp(min=3)
     ),
+    "rows first": lambda out, labels, values: (out - values).square().mean(0).sum(),
+    "columns of rows": lambda out, labels, values: (-2 * (out * values).mean(dim=0))[1:].mean(),
+    "roots of columns": lambda out, labels, values: (out * values).square().mean(0).sqrt().mean(),
+    "classes": lambda out, labels, values: (
+        (out.sigmoid() * values).sum(0) / (out.sigmoid().sum(0) + values.sum(0))
+    ).sum(),
+    "balance": lambda out, labels, values: (
+        F.one_hot(out.argmax(1), CLASSES).to(out).mean(0) * out.softmax(1).mean(0)
+    ).sum(),
     "epsilon": lambda out, labels, values: (out * values).sum() / (values.sum() + 1e-6),
 }
 ONE = {

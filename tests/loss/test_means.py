@@ -1,5 +1,7 @@
 """Criteria that compute means of torch inside equal the plain program, in any layout. Others are refused."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from helpers.problems import (
     LOSSES,
     OnTop,
     assert_exact,
+    assert_exact_update,
     build_net,
     class_targets,
     make_targets,
@@ -151,7 +154,10 @@ COUPLED = {
     "all pairs": lambda out, values: (out @ out.T).pow(2).mean(),
     "centred": lambda out, values: F.mse_loss(out - out.mean(0), values),
     "variances": lambda out, values: out.std(0).mean() + F.mse_loss(out, values),
-    "a mean of a mean": lambda out, values: F.mse_loss(out.mean(0), values.mean(0)),
+    "weights of classes": lambda out, values: (
+        F.cross_entropy(out, values.argmax(1), reduction="none")
+        * (1 / (1 + F.one_hot(values.argmax(1), CLASSES).sum(0)))[values.argmax(1)]
+    ).mean(),
     "more than two rows": lambda out, values: F.mse_loss(out, values) if out[2].numel() else None,
 }
 OTHER_TERMS = {
@@ -205,6 +211,104 @@ MESSAGES = [  # of an error, the losses, and the numbers of rows
 def test_losses_that_are_no_sums_of_means_are_refused_in_the_first_batch(message, loss, rows):
     with pytest.raises(ValueError, match=message):
         two_outputs(lambda out, values: loss(out.requires_grad_(), values), rows)
+
+
+class OfColumns(nn.Module):
+    """A mean of the rows, times weights of the columns, which are a buffer, over learned ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weights", torch.linspace(1.0, 2.0, CLASSES))
+        self.scales = nn.Parameter(torch.linspace(0.5, 2.0, CLASSES))
+
+    def forward(self, out, values):
+        errors = (out - values).square().mean(0)
+        return (self.weights * errors / self.scales).sum() + errors @ self.weights
+
+
+PRIOR = torch.full((CLASSES,), 1 / CLASSES, dtype=torch.float64)
+
+
+def dice_of_classes(predicted, wanted, dim=0):
+    sums = predicted.sum(dim) + wanted.sum(dim)
+    return (1 - 2 * (predicted * wanted).sum(dim) / sums).mean()
+
+
+def present(out, labels):
+    counts = F.one_hot(labels, CLASSES).sum(0)
+    errors = F.cross_entropy(out, labels, reduction="none")
+    sums = (F.one_hot(labels, CLASSES) * errors.unsqueeze(1)).sum(0)
+    return (sums[counts > 0] / counts[counts > 0]).mean()
+
+
+ROWS_FIRST = {
+    "sum": lambda out, values: ((out - values) ** 2).mean(0).sum(),
+    "mean": lambda out, values: (out - values).abs().mean(dim=0).mean(),
+    "axis": lambda out, values: torch.mean((out - values) ** 2, axis=-2, keepdim=True).sum(),
+    "none": lambda out, values: 0.5 * F.mse_loss(out, values, reduction="none").mean(0).sum(),
+    "product": lambda out, values: (out * values).mean(0).sum().exp() * out.abs().mean(),
+    "one column": lambda out, values: (lambda means: means[0] + 2 * means[1])(out.exp().mean(0)),
+    "columns": lambda out, values: sum((out - values).abs().mean(0)),
+    "several": lambda out, values: (out.exp().mean(0) - 3 * (out * values).mean(0)).sum(),
+    "positions": lambda out, values: (out * values).unflatten(1, (5, 1)).mean((0, 1)).sum(),
+    "step by step": lambda out, values: (out - values).exp().unsqueeze(1).mean(0).mean(0).sum(),
+    "constants": OfColumns().double(),
+    # As many entries as a shard has rows.
+    "a stack": lambda out, values: torch.stack([out.mean(1), values.sum(1)]).mean(0).sum(),
+    "transposed": lambda out, values: (out.T[:2] * values.T[:2]).mean(0).sum(),
+    "roots": lambda out, values: (out - values).square().mean(0).sqrt().sum(),
+    "squares": lambda out, values: (out - values).mean(0).square().sum(),
+    "means": lambda out, values: F.mse_loss(out.mean(0), values.mean(0)),
+    "a product of means": lambda out, values: (out.exp().mean(0) * values.mean(0)).sum(),
+    "a ratio": lambda out, values: (out.mean(0) / values.mean(0)).sum(),
+    "a mean over each column": lambda out, values: (
+        (out * (values > 0.5)).sum(0) / (values > 0.5).sum(0).clamp(min=1)
+    ).sum(),
+    "variances": lambda out, values: (out.square().mean(0) - out.mean(0).square()).sum(),
+    "explained": lambda out, values: (
+        (out - values).square().sum(0) / (values.square().mean(0) - values.mean(0).square())
+    ).mean(),
+    "a Dice of each class": lambda out, values: dice_of_classes(out.softmax(1), values),
+    "classes come first": lambda out, values: dice_of_classes(
+        out.softmax(1).T.flatten(1), values.T.flatten(1), 1
+    ),
+    "classes and positions": lambda out, values: dice_of_classes(
+        out.unflatten(1, (5, 1, 1)).sigmoid().transpose(0, 1).reshape(5, -1),
+        values.T.reshape(5, -1),
+        -1,
+    ),
+    "classes that are present": lambda out, values: present(out, values.argmax(1)),
+    "balance of experts": lambda out, values: (
+        F.one_hot(out.argmax(1), CLASSES).to(out).mean(0) * out.softmax(1).mean(dim=0)
+    ).sum(),
+    "entropy of the mean": lambda out, values: torch.special.entr(out.softmax(1).mean(0)).sum(),
+    "weights of classes outside": lambda out, values: (
+        (PRIOR * out.exp().mean(0)).sum()
+        + F.kl_div(out.softmax(1).mean(0).log(), PRIOR, reduction="sum")
+    ),
+    "the largest column": lambda out, values: out.exp().sum(0).max() / values.sum(0).max(),
+    "written": lambda out, values: out.exp().mean(0).add_(1).log_().sum(),
+}
+
+
+@pytest.mark.parametrize("rows", [3, 7, 10])
+@pytest.mark.parametrize("name", ROWS_FIRST)
+def test_sums_and_means_along_the_rows_are_exact_in_any_function_of_them(name, rows):
+    module, criterion = nn.Linear(4, CLASSES), copy.deepcopy(ROWS_FIRST[name])
+    inputs, values = torch.randn(rows, 4), torch.rand(rows, CLASSES)
+    assert_exact(module, criterion, inputs, values)
+    step = still_step(module, DataParallelCriterion(criterion), 2, micro_batch_size=2)
+    assert_exact_update(step, module, criterion, inputs, values)
+
+
+def test_a_product_that_is_divided_by_the_rows_names_the_order_that_is_exact():
+    def ratio(out, values):
+        return out.abs().mean() * values.sum() / len(out)
+
+    with pytest.raises(ValueError, match=r"for others;.* a\.mean\(\) \* \(b\.sum\(\) / len\(b\)\)"):
+        two_outputs(ratio)
+    found, expected = two_outputs(lambda out, values: out.abs().mean() * (values.sum() / len(out)))
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2])

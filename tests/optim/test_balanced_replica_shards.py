@@ -254,3 +254,50 @@ def test_shards_of_a_large_parameter_have_equal_bytes():
             optimizer.zero_grad()
         gc.collect()
         assert max(cluster.live) <= 1.02 * sum(cluster.live) / 4
+
+
+WRITES = {
+    "multiplied": lambda tensor: tensor.mul_(0.5),
+    "clamped": lambda tensor: tensor.clamp_(-0.1, 0.1),
+    "copied": lambda tensor: tensor.copy_(torch.zeros_like(tensor)),
+    "an element": lambda tensor: tensor.view(-1)[:1].fill_(0.0),
+}
+
+
+@pytest.mark.parametrize("shard", ["elements", "parameters"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_to_a_piece_of_a_parameter_is_not_lost_without_a_word(write, shard):
+    """The next step began with the model's own parameters, so the write had no effect."""
+    with simulate(2):
+        model = DataParallelModel(build_net())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, shard=shard, lr=0.1)
+        train(model, optimizer, 2)
+        with torch.no_grad():
+            write(optimizer.param_groups[0]["params"][0])
+        with pytest.raises(
+            RuntimeError, match=r"param_groups was written to.*model\.parameters\(\)"
+        ):
+            train(model, optimizer, 1)
+        with torch.no_grad():
+            write(next(model.parameters()))
+        train(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("refresh", ["recorded", "always"])
+def test_other_lines_of_a_loop_write_to_no_piece(refresh):
+    """Clipping, a scheduler, a state that is loaded, and values that are written to the model's own parameters."""
+    with simulate(3):
+        model = DataParallelModel(build_net(), refresh=refresh)
+        optimizer = BalancedOptimizer(model, torch.optim.Adam, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for _ in range(3):
+            train(model, optimizer, 1)
+            (group,) = optimizer.param_groups
+            torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+            scheduler.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            model.load_state_dict(copy.deepcopy(model.state_dict()))
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)
+            optimizer.zero_grad()
+            model.double()

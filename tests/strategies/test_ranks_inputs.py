@@ -150,3 +150,53 @@ def test_forces_of_a_forward_are_trained_by_steps(rank):
         step(part, y.split([2, 3])[rank])
     assert part.grad is None  # it would not have the scale of the loss
     assert_same_gradients(gradients(step.model.module), gradients(plain))
+
+
+class Penalised(nn.Sequential):
+    """Returns outputs, and the norms of the derivatives at points between the rows and zero."""
+
+    def forward(self, x):
+        mixed = (0.5 * x).detach().requires_grad_()
+        (slopes,) = torch.autograd.grad(super().forward(mixed).sum(), mixed, create_graph=True)
+        return super().forward(x), slopes.norm(dim=1)
+
+
+def wasserstein(output, norms, y):
+    return (output * y).mean() + 10 * (norms - 1).square().mean()
+
+
+GRADIENTS_IN_FORWARD = {"forces": (Forces, F.mse_loss), "penalty": (Penalised, wasserstein)}
+
+
+@pytest.mark.parametrize("name", GRADIENTS_IN_FORWARD)
+@on_ranks(2, timeout=60)
+def test_a_rank_without_rows_runs_a_forward_that_asks_for_gradients(rank, name):
+    """The row that it runs had no graph: "element 0 of tensors does not require grad"."""
+    build_model, loss = GRADIENTS_IN_FORWARD[name]
+    x, y = torch.randn(2, 5, 4).double().unbind()
+    plain = build_model(*build())
+    model, criterion = parallelize(build_model(*build()), loss, ["cpu"], strategy="ddp")
+    for sizes in ([5, 0], [2, 3], [0, 5]):
+        plain.zero_grad()
+        model.zero_grad()
+        output = plain(x.clone().requires_grad_())
+        expected = loss(*(output if isinstance(output, tuple) else [output]), y)
+        expected.backward()
+        part = x.split(sizes)[rank].clone().requires_grad_()
+        value = criterion(model(part), y.split(sizes)[rank])
+        value.backward()
+        assert_equal(value, expected)
+        assert_same_gradients(gradients(model.module), gradients(plain))
+
+
+@on_ranks(2)
+def test_second_derivatives_at_inputs_are_refused_with_shards(rank):
+    """The backward read weights that FSDP2 had freed: "setStorage: sizes [4, 8], strides"."""
+    model, criterion = parallelize(build(), F.mse_loss, ["cpu"], strategy="fsdp")
+    x = torch.randn(3, 4).double().requires_grad_()
+    output = model(x)
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*strategy='ddp'"):
+        torch.autograd.grad(output[0].sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(model(x)[0].sum(), x)
+    criterion(model(x), slope).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
