@@ -139,12 +139,14 @@ class ParameterUpdate:
         # The hash of a tensor would be another call.
         self._parameters = [*{id(each): each for each in parameters}.values()]
         whole = cast(Optimizer, self)
+        steps = {
+            each: each.steps for each in self.optimizers if isinstance(each, BalancedOptimizer)
+        }
         try:
             self._finish_gradients(sync, factor, scaler)
             # An overflow in one optimizer makes the gradients of the others zero here.
             if max_grad_norm is not None:
-                norm = self._clip(self._parameters, max_grad_norm)
-                self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
+                self._clip_gradients(max_grad_norm)
             if scaler is None:
                 self.step()
             else:
@@ -161,10 +163,37 @@ class ParameterUpdate:
             if len(self.trained) > len(self._parameters):
                 self._note_others()
         except BaseException:
+            # The other ranks step, and learn of it in the next update.
+            with contextlib.suppress(Exception):
+                self._take_part(scaler, max_grad_norm, steps)
             if scaler is not None:
                 # the scale it has: this forgets what was unscaled, so the step can be repeated
                 scaler.update(scaler.get_scale())
             raise
+
+    def _clip_gradients(self, max_grad_norm: float) -> None:
+        norm = self._clip(self._parameters, max_grad_norm)
+        self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
+
+    def _take_part(
+        self,
+        scaler: torch.amp.GradScaler | None,
+        max_grad_norm: float | None,
+        steps: Mapping[BalancedOptimizer, int],
+    ) -> None:
+        """Takes part in what the other ranks exchange, after a failure on this rank: sums over
+        shards, and the parameters of a ``BalancedOptimizer``.
+
+        ``steps`` are the numbers of steps before the update.
+        """
+        if any(map(is_sharded, self._parameters)):
+            if scaler is not None:
+                with contextlib.suppress(RuntimeError):  # It is done already.
+                    scaler.unscale_(cast(Optimizer, self))
+            if max_grad_norm is not None and self.grad_norm is None:
+                self._clip_gradients(max_grad_norm)
+        for each, before in steps.items():
+            each.take_part(before)
 
     def _note_others(self) -> None:
         """Notes gradients that stay in parameters of other optimizers, as a GAN's generator has."""
@@ -203,24 +232,16 @@ class ParameterUpdate:
         norm = self.grad_norm
         if norm is not None and self._skip_above and not norm <= self._skip_above:
             return
-        balanced = {
-            each: each.steps for each in self.optimizers if isinstance(each, BalancedOptimizer)
-        }
-        try:
-            for optimizer in self.optimizers:
-                _claims[optimizer] = _OWN  # the hook lets this step pass
-                try:
-                    optimizer.step()
-                # SAM has a default for the closure that it needs
-                except (AssertionError, TypeError) as error:
-                    raise RuntimeError(
-                        f"{type(optimizer).__name__}.step() failed without a closure: {error}; if it needs one, call "
-                        "optimizer.step(closure) in a loop of your own"
-                    ) from error
-        except BaseException:  # The other ranks step, and learn of it in the next update.
-            for each, steps in balanced.items():
-                each.take_part(steps)
-            raise
+        for optimizer in self.optimizers:
+            _claims[optimizer] = _OWN  # the hook lets this step pass
+            try:
+                optimizer.step()
+            # SAM has a default for the closure that it needs
+            except (AssertionError, TypeError) as error:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() failed without a closure: {error}; if it needs one, call "
+                    "optimizer.step(closure) in a loop of your own"
+                ) from error
         self.has_stepped = True
 
 
