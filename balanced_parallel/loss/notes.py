@@ -86,9 +86,9 @@ _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 _PRODUCTS = {"dot", "vdot", "inner", "matmul", "einsum", "tensordot"}
 _SUMS = _PRODUCTS | {"sum", "nansum", "count_nonzero", "trace"}
 _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
-# Their result is a mean along the rows if their argument is one,
+# A mean along the rows stays one in these operations, with constants.
 _LINEAR = UNCHANGED | _PRODUCTS | _ELEMENTS | {"neg", "mul", "div", "sum", "mean"}
-_ADDITIONS = {"add", "sub", "stack", "cat"}  # or if all are.
+_ADDITIONS = {"add", "sub", "stack", "cat"}  # All arguments are such means.
 _REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}

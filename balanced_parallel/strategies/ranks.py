@@ -211,14 +211,14 @@ class RankModel(ParallelModel):
         the numbers that the criterion has counted there, and parameters that the forwards of
         ``writes`` ranks write.
         """
-        tensors = self._shared_buffers()
+        parts = *self._of_layers, *self._of_criterion
+        tensors = [each for part in parts for each in part.values() if each is not None]
         if (tensors or self._counting) and not with_rows:
             with_rows = gather_objects(self.has_rows)
         if any(with_rows):
             source = with_rows.index(True)
             if not all(with_rows):
-                self._take_buffers(source)
-                tensors = self._shared_buffers()
+                tensors = self._take_buffers(source)
             if (writes or self._counting) and not all(with_rows):
                 tensors += self._take_numbers(source)
             if tensors:
@@ -226,12 +226,11 @@ class RankModel(ParallelModel):
                 torch_private.broadcast(tensors, source, group)
         self.has_rows = self.has_advanced = False
 
-    def _shared_buffers(self) -> list[Tensor]:
-        parts = *self._of_layers, *self._of_criterion
-        return [each for part in parts for each in part.values() if each is not None]
+    def _take_buffers(self, source: int) -> list[Tensor]:
+        """Makes the buffers that a forward has made on a rank, and none on this one.
 
-    def _take_buffers(self, source: int) -> None:
-        """Makes the buffers that a forward has made on a rank, and none on this one."""
+        Returns all that are shared.
+        """
         saved = self.module.state_dict().keys()
         present = {
             name: (buffer.detach().to("meta"), name in saved)
@@ -243,6 +242,8 @@ class RankModel(ParallelModel):
                 buffer = torch.zeros_like(form, device=self.devices[0])
                 self.module.get_submodule(part).register_buffer(last, buffer, is_saved)
         self._note_buffers()
+        parts = *self._of_layers, *self._of_criterion
+        return [each for part in parts for each in part.values() if each is not None]
 
     def _take_numbers(self, source: int) -> list[Tensor]:
         """Takes the numbers of the criterion from a rank, unless this one has counted itself.

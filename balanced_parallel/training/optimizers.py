@@ -56,6 +56,10 @@ class ParameterUpdate:
         self.trained = trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
+        # The numbers of steps before the update.
+        self._steps = {
+            each: each.steps for each in optimizers if isinstance(each, BalancedOptimizer)
+        }
         self._parameters: list[Tensor] = []  # Each parameter of the optimizers is here once.
         # For a scaler: these, and trained parameters of other optimizers. The sharded ones come first.
         self.param_groups: list[dict[str, list[Tensor]]] = []
@@ -139,14 +143,12 @@ class ParameterUpdate:
         # The hash of a tensor would be another call.
         self._parameters = [*{id(each): each for each in parameters}.values()]
         whole = cast(Optimizer, self)
-        steps = {
-            each: each.steps for each in self.optimizers if isinstance(each, BalancedOptimizer)
-        }
         try:
             self._finish_gradients(sync, factor, scaler)
             # An overflow in one optimizer makes the gradients of the others zero here.
             if max_grad_norm is not None:
-                self._clip_gradients(max_grad_norm)
+                norm = self._clip(self._parameters, max_grad_norm)
+                self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
             if scaler is None:
                 self.step()
             else:
@@ -165,35 +167,22 @@ class ParameterUpdate:
         except BaseException:
             # The other ranks step, and learn of it in the next update.
             with contextlib.suppress(Exception):
-                self._take_part(scaler, max_grad_norm, steps)
-            if scaler is not None:
-                # the scale it has: this forgets what was unscaled, so the step can be repeated
-                scaler.update(scaler.get_scale())
+                self._take_part(scaler, max_grad_norm)
+            _forget_unscaled(scaler)
             raise
 
-    def _clip_gradients(self, max_grad_norm: float) -> None:
-        norm = self._clip(self._parameters, max_grad_norm)
-        self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
-
-    def _take_part(
-        self,
-        scaler: torch.amp.GradScaler | None,
-        max_grad_norm: float | None,
-        steps: Mapping[BalancedOptimizer, int],
-    ) -> None:
+    def _take_part(self, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> None:
         """Takes part in what the other ranks exchange, after a failure on this rank: sums over
         shards, and the parameters of a ``BalancedOptimizer``.
-
-        ``steps`` are the numbers of steps before the update.
         """
         if any(map(is_sharded, self._parameters)):
             if scaler is not None:
                 with contextlib.suppress(RuntimeError):  # It is done already.
                     scaler.unscale_(cast(Optimizer, self))
             if max_grad_norm is not None and self.grad_norm is None:
-                self._clip_gradients(max_grad_norm)
-        for each, before in steps.items():
-            each.take_part(before)
+                self._clip(self._parameters, max_grad_norm).full_tensor()  # type: ignore[attr-defined]
+        for each, steps in self._steps.items():
+            each.take_part(steps)
 
     def _note_others(self) -> None:
         """Notes gradients that stay in parameters of other optimizers, as a GAN's generator has."""
@@ -243,6 +232,12 @@ class ParameterUpdate:
                     "optimizer.step(closure) in a loop of your own"
                 ) from error
         self.has_stepped = True
+
+
+def _forget_unscaled(scaler: torch.amp.GradScaler | None) -> None:
+    """Forgets what was unscaled, so that the step can be repeated."""
+    if scaler is not None:
+        scaler.update(scaler.get_scale())  # The scale stays.
 
 
 class Claim(NamedTuple):
