@@ -62,7 +62,7 @@ class Piece:
         self.run = run
         self.is_whole = run.stop - run.start == parameter.numel()
         self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
-        # Its version counter is its own: it tells the writes of the optimizer, and of the caller.
+        # A version counter of its own tells the writes of the optimizer, and of the caller.
         self.values = self.places[owner].data.requires_grad_()
 
     def cut(self, tensor: Tensor) -> Tensor:

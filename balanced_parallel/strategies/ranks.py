@@ -76,7 +76,7 @@ class RankModel(ParallelModel):
         self.rank_numbers = RankNumbers()
         self.runs: dict[tuple[str | None, bool], bool] = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
-        self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
+        self._note_buffers()
         self._of_criterion: list[dict[str, Tensor | None]] = []
         self._counting: list[nn.Module] = []  # Parts of the criterion that have numbers.
         self._numbers: list[dict[str, int | float]] = []  # They are read before the first forward.
@@ -157,6 +157,7 @@ class RankModel(ParallelModel):
                     stack.callback(unit.register_forward_pre_hook(self._note_whole).remove)
             output = self._run(method, arguments, rows, in_step=in_step)
         self._note_writes()
+        self._note_buffers()  # The first forward may make some.
         refuse_renorm(names)
         is_plain = not self.meets_ranks and isinstance(self, DistributedDataParallel)
         self.runs[kind] = is_plain and bool(names)
@@ -199,6 +200,10 @@ class RankModel(ParallelModel):
     def _take_write(self, name: str) -> None:
         self.written.add(name)
 
+    def _note_buffers(self) -> None:
+        """Notes the layers with buffers, which the ranks share."""
+        self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
+
     def share_buffers(self, with_rows: Sequence[float] = (), writes: float = 0) -> None:
         """Gives all ranks the buffers of the first rank that has had rows since the last time.
 
@@ -212,12 +217,33 @@ class RankModel(ParallelModel):
             with_rows = gather_objects(self.has_rows)
         if any(with_rows):
             source = with_rows.index(True)
+            if not all(with_rows):
+                tensors = self._take_buffers(source)
             if (writes or self._counting) and not all(with_rows):
                 tensors += self._take_numbers(source)
             if tensors:
                 group = collectives.batch_group() or dist.group.WORLD
                 torch_private.broadcast(tensors, source, group)
         self.has_rows = self.has_advanced = False
+
+    def _take_buffers(self, source: int) -> list[Tensor]:
+        """Makes the buffers that a forward has made on a rank, and none on this one.
+
+        Returns all that are shared.
+        """
+        saved = self.module.state_dict().keys()
+        present = {
+            name: (buffer.detach().to("meta"), name in saved)
+            for name, buffer in self.module.named_buffers()
+        }
+        for name, (form, is_saved) in gather_objects(present)[source].items():
+            if name not in present:
+                part, _, last = name.rpartition(".")
+                buffer = torch.zeros_like(form, device=self.devices[0])
+                self.module.get_submodule(part).register_buffer(last, buffer, is_saved)
+        self._note_buffers()
+        parts = *self._of_layers, *self._of_criterion
+        return [each for part in parts for each in part.values() if each is not None]
 
     def _take_numbers(self, source: int) -> list[Tensor]:
         """Takes the numbers of the criterion from a rank, unless this one has counted itself.

@@ -56,6 +56,10 @@ class ParameterUpdate:
         self.trained = trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
+        # The numbers of steps before the update.
+        self._steps = {
+            each: each.steps for each in optimizers if isinstance(each, BalancedOptimizer)
+        }
         self._parameters: list[Tensor] = []  # Each parameter of the optimizers is here once.
         # For a scaler: these, and trained parameters of other optimizers. The sharded ones come first.
         self.param_groups: list[dict[str, list[Tensor]]] = []
@@ -161,10 +165,24 @@ class ParameterUpdate:
             if len(self.trained) > len(self._parameters):
                 self._note_others()
         except BaseException:
-            if scaler is not None:
-                # the scale it has: this forgets what was unscaled, so the step can be repeated
-                scaler.update(scaler.get_scale())
+            # The other ranks step, and learn of it in the next update.
+            with contextlib.suppress(Exception):
+                self._take_part(scaler, max_grad_norm)
+            _forget_unscaled(scaler)
             raise
+
+    def _take_part(self, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> None:
+        """Takes part in what the other ranks exchange, after a failure on this rank: sums over
+        shards, and the parameters of a ``BalancedOptimizer``.
+        """
+        if any(map(is_sharded, self._parameters)):
+            if scaler is not None:
+                with contextlib.suppress(RuntimeError):  # It is done already.
+                    scaler.unscale_(cast(Optimizer, self))
+            if max_grad_norm is not None and self.grad_norm is None:
+                self._clip(self._parameters, max_grad_norm).full_tensor()  # type: ignore[attr-defined]
+        for each, steps in self._steps.items():
+            each.take_part(steps)
 
     def _note_others(self) -> None:
         """Notes gradients that stay in parameters of other optimizers, as a GAN's generator has."""
@@ -203,25 +221,23 @@ class ParameterUpdate:
         norm = self.grad_norm
         if norm is not None and self._skip_above and not norm <= self._skip_above:
             return
-        balanced = {
-            each: each.steps for each in self.optimizers if isinstance(each, BalancedOptimizer)
-        }
-        try:
-            for optimizer in self.optimizers:
-                _claims[optimizer] = _OWN  # the hook lets this step pass
-                try:
-                    optimizer.step()
-                # SAM has a default for the closure that it needs
-                except (AssertionError, TypeError) as error:
-                    raise RuntimeError(
-                        f"{type(optimizer).__name__}.step() failed without a closure: {error}; if it needs one, call "
-                        "optimizer.step(closure) in a loop of your own"
-                    ) from error
-        except BaseException:  # The other ranks step, and learn of it in the next update.
-            for each, steps in balanced.items():
-                each.take_part(steps)
-            raise
+        for optimizer in self.optimizers:
+            _claims[optimizer] = _OWN  # the hook lets this step pass
+            try:
+                optimizer.step()
+            # SAM has a default for the closure that it needs
+            except (AssertionError, TypeError) as error:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() failed without a closure: {error}; if it needs one, call "
+                    "optimizer.step(closure) in a loop of your own"
+                ) from error
         self.has_stepped = True
+
+
+def _forget_unscaled(scaler: torch.amp.GradScaler | None) -> None:
+    """Forgets what was unscaled, so that the step can be repeated."""
+    if scaler is not None:
+        scaler.update(scaler.get_scale())  # The scale stays.
 
 
 class Claim(NamedTuple):

@@ -30,10 +30,10 @@ from balanced_parallel import (
     parallelize,
 )
 from balanced_parallel.batch.rows import Batch
-from balanced_parallel.strategies.ranks import RankModel
+from balanced_parallel.strategies.ranks import RankModel, RankUpdate
 from balanced_parallel.training.optimizers import ParameterUpdate
 from balanced_parallel.training.settings import Settings
-from balanced_parallel.training.update import Forwards
+from balanced_parallel.training.update import Arithmetic, Forwards
 
 PACKAGE = str(Path(balanced_parallel.__file__).parent)
 UPDATES = 3
@@ -383,4 +383,56 @@ def test_a_rank_fails_in_its_part_of_the_optimizers(rank, strategy, place):
         dist.all_gather_object(values, whole(parameter).detach())
         assert torch.equal(*values)  # Ranks have not parted.
     with pytest.raises(ValueError, match=f"the ranks differ(.|\n)*no state in the {place}"):
+        step(*batch(2, rank))
+
+
+FAILING = {
+    "multiply": (RankUpdate, "multiply"),
+    "clip": (Arithmetic, "clip"),
+    "unscale": (torch.amp.GradScaler, "unscale_"),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place", "is_balanced"),
+    slow_but(
+        [
+            ("fsdp", "multiply", False),
+            ("fsdp", "clip", False),
+            ("fsdp", "unscale", False),
+            ("ddp", "multiply", True),
+            ("ddp", "clip", True),
+            ("fsdp", "clip", True),
+        ],
+        ("fsdp", "multiply", False),
+        ("ddp", "clip", True),
+    ),
+)
+@on_ranks(2, timeout=60)
+def test_a_rank_fails_between_the_reduction_and_its_optimizers(rank, strategy, place, is_balanced):
+    """The other rank waited for its part of the norm, or for the parameters that it owns, until the timeout."""
+    torch.manual_seed(0)
+    model, criterion = parallelize(Net(), nn.MSELoss(), ["cpu"], strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if is_balanced:
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, shard="parameters", lr=0.1)
+    precision = "fp16" if place == "unscale" else "fp32"
+    step = TrainStep(model, criterion, optimizer, precision=precision, max_grad_norm=1.0)
+    step(*batch(0, rank))
+    owner, name = FAILING[place]
+    call = getattr(owner, name)
+    left = [1]
+
+    def fail_once(*arguments, **settings):
+        if left and not left.clear():
+            raise torch.OutOfMemoryError(f"no memory in the {place}")
+        return call(*arguments, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(owner, name, staticmethod(fail_once) if name == "clip" else fail_once)
+        expected = pytest.raises(torch.OutOfMemoryError, match="no memory")
+        with expected if rank == 1 else nullcontext():
+            step(*batch(1, rank))
+    with pytest.raises(ValueError, match=f"the ranks differ(.|\n)*no memory in the {place}"):
         step(*batch(2, rank))

@@ -1,5 +1,7 @@
 """Updates of ranks with whole parameters or shards: loss and gradients of the plain program, and one decision of all ranks."""
 
+import copy
+import itertools
 import warnings
 
 import pytest
@@ -11,7 +13,7 @@ from helpers.problems import (
     class_targets,
 )
 from helpers.ranks import on_ranks, run_ranks
-from helpers.slow import slow
+from helpers.slow import slow, slow_but
 from helpers.steps import parallel_step
 from torch import nn
 
@@ -122,3 +124,63 @@ def test_ranks_wait_for_no_device_but_for_the_scaler(strategy, precision, weight
 
 def test_a_rank_with_fewer_rows_than_micro_batches_waits_for_no_device():
     assert run_ranks(2, waits_of_a_step, "fsdp", "host", "fp32", None, (7, 2)) == [[], []]
+
+
+class Counter(nn.Module):
+    """Makes a buffer in its first forward, which counts forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.seen += 1
+        return self.layer(x) * self.seen
+
+
+class Shifted(Counter):
+    """Makes a buffer of the first rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        if self.mean is None:
+            self.mean = x.mean(0)
+        return self.layer(x - self.mean)
+
+
+@pytest.mark.parametrize(
+    ("build_net", "strategy", "by_hand"),
+    slow_but(
+        [*itertools.product([Counter, Shifted], ["ddp", "fsdp"], [False, True])],
+        (Counter, "ddp", True),
+        (Counter, "ddp", False),
+        (Shifted, "ddp", False),
+        (Shifted, "fsdp", False),
+    ),
+)
+@on_ranks(2, timeout=60)
+def test_a_rank_without_rows_gets_the_buffers_that_a_forward_of_others_has_made(
+    rank, build_net, strategy, by_hand
+):
+    """The broadcast of the buffer was of one rank alone, or each rank counted its own forwards."""
+    torch.manual_seed(0)
+    plain = build_net()
+    model, criterion = parallelize(copy.deepcopy(plain), nn.MSELoss(), ["cpu"], strategy=strategy)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.0))
+    for sizes in ([0, 6], [6, 0], [2, 4]):
+        x, y = torch.randn(6, 4), torch.randn(6, 3)
+        expected = nn.functional.mse_loss(plain(x), y)
+        rows = x.split(sizes)[rank], y.split(sizes)[rank]
+        if by_hand:
+            loss = criterion(model(rows[0]), rows[1])
+            loss.backward()
+        else:
+            loss = step(*rows)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(dict(model.module.named_buffers()), dict(plain.named_buffers()))
+    assert "seen" not in model.module.state_dict()
