@@ -111,6 +111,13 @@ def prepare_reduction(model: DistributedDataParallel) -> None:
     model.reducer.prepare_for_backward([])
 
 
+def forward_of_ddp(model: DistributedDataParallel) -> contextlib.AbstractContextManager[None]:
+    """Surrounds a forward of the module in ``model``. The compiler splits its graphs where the
+    reducer has buckets.
+    """
+    return model._inside_ddp_forward()
+
+
 def forget_order(model: DistributedDataParallel) -> None:
     """Makes the reducer of ``model`` forget the order of its first gradients.
 

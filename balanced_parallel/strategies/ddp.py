@@ -166,28 +166,22 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _run(
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
-        # Reading or assigning self.module takes ten times as long as its entry.
-        children = children_of(self)
-        module = children["module"]
+        module = children_of(self)["module"]  # self.module takes ten times as long.
         function: Callable[..., object] = getattr(module, method or "__call__")
         is_plain = rows and method in self._examples
         row = None if is_plain else self._row_in_place(method, arguments, rows)
         if self.noting is not None and row is None:
             function = functools.partial(self.noting.call, self.module, function)
-        reduces = self.require_backward_grad_sync
-        is_watched = torch.is_grad_enabled() and (reduces or not in_step)
-
-        def call() -> object:
-            children["module"] = module  # Code inside of the function knows it so.
+        forward = torch_private.forward_of_ddp(self)
+        with forward, self.precision.autocast(self.devices), self._random_numbers():
             if row is None:
                 inputs, kwargs = move_arguments(arguments, self.devices[0])
                 output = function(*inputs, **kwargs)
             else:
                 output = self._run_without_rows(function, row, arguments)
-            return watch_output(output, self.zero(reduces=reduces)) if is_watched else output
-
-        with self.precision.autocast(self.devices), self._random_numbers():
-            output = self._call_in_forward(call)
+            reduces = self.require_backward_grad_sync
+            if torch.is_grad_enabled() and (reduces or not in_step):
+                output = watch_output(output, self.zero(reduces=reduces))
         if self.noting is not None:
             return self._open(self.noting, [output], [rows])
         return PerReplica([output], [rows], self.out_dims)
@@ -234,21 +228,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
         if self.has_numbers and row is not None and not (self.has_rows or self.meets_ranks):
             with self.precision.autocast(self.devices):
                 self._run_without_rows(self.module, row, row)
-
-    def _call_in_forward(self, function: Callable[[], object]) -> object:
-        """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of
-        its reducer.
-
-        It is that of ``no_sync()``, which does not prepare the reducer.
-        """
-        children = children_of(self)
-        before, children["module"] = children["module"], self._wrapped[0]
-        reduces = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            return DistributedDataParallel.forward(self, function)
-        finally:
-            children["module"], self.require_backward_grad_sync = before, reduces
 
     def _begin_backward(
         self, derivatives: list[Tensor | None], reduces: bool, gradients: tuple[Tensor | None, ...]
@@ -317,9 +296,6 @@ class _Wrapped(nn.Module):
         self.sparse = [
             embedding.weight for embedding in embeddings if embedding.weight.requires_grad
         ]
-
-    def forward(self, function: Callable[[], object]) -> object:
-        return function()
 
 
 class BucketRecord(GradientRecord):
