@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
+from ..runtime.module_state import copy_state
 from ..runtime.torch_private import CHILDREN, base_of, is_compiled
 from ..runtime.values import naming_arguments
 from . import containers
@@ -238,7 +239,7 @@ class ParallelModel(nn.Module):
         may_have_loss = self.noting is None and kind not in self._without_number
         # A compiled function cannot call the model, and is told so later.
         may_have_loss = may_have_loss and not torch.compiler.is_compiling()
-        put_state = self.copy_state() if may_have_loss and torch.is_grad_enabled() else None
+        put_state = copy_state(self.module) if may_have_loss and torch.is_grad_enabled() else None
         outputs = self._run_by_hand(method, arguments)
         is_split = isinstance(outputs, PerReplica) and bool(outputs)
         if is_split and has_number(outputs[0]):
@@ -289,10 +290,6 @@ class ParallelModel(nn.Module):
         for name in ("latest", "batch"):
             state.pop(name, None)
         return state
-
-    def copy_state(self) -> Callable[[], None]:
-        """Copies buffers and numbers of the module. Returns a function that puts them back."""
-        raise NotImplementedError
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
         """Runs rows on the first device of this process."""

@@ -6,7 +6,7 @@ Each output stays on the device of its replica.
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..runtime.torch_private import NO_RANGE, children_of, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
 from .all_rows import SumOverRows
 from .batchnorm import AllRowsBatchNorm
-from .module_tree import check_module, copy_state
+from .module_tree import check_module
 from .recorded import Refresh
 from .replicas import Replicas, window
 
@@ -249,10 +249,6 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         refuse_renorm(names)
         self._ran.add(kind)
         return outputs
-
-    def copy_state(self) -> Callable[[], None]:
-        """Copies buffers and numbers of the module. Returns a function that puts them back."""
-        return copy_state(self.module)
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
         """Runs rows on the first device."""

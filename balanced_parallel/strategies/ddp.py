@@ -219,16 +219,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         return map_tensors(connected, outputs.narrow(0, 0)[0])
 
-    @torch.no_grad()
-    def advance_numbers(self) -> None:
-        """Runs a row of an earlier batch on a rank without rows, if the module has numbers: counters
-        advance there as on the others.
-        """
-        row = self._examples.get(None)
-        if self.has_numbers and row is not None and not (self.has_rows or self.meets_ranks):
-            with self.precision.autocast(self.devices):
-                self._run_without_rows(self.module, row, row)
-
     def _begin_backward(
         self, derivatives: list[Tensor | None], reduces: bool, gradients: tuple[Tensor | None, ...]
     ) -> None:
@@ -485,7 +475,6 @@ class DDPUpdate(RankUpdate):
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Yields a zero for the reduction of a rank without rows."""
         if not is_reduced:
-            self._model.advance_numbers()
             yield [self._model.zero()]
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:

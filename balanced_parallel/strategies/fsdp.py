@@ -44,7 +44,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, run_backward, widen, zero_of
-from ..replicas.module_tree import find_blocks, keep_numbers
+from ..replicas.module_tree import find_blocks
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import gather_objects
 from ..runtime.devices import free_bytes, is_accelerator
@@ -165,14 +165,8 @@ class ShardedModel(RankModel):
     def _run_example(
         self, method: str | None, example: Arguments, arguments: Arguments | None, in_step: bool
     ) -> PerReplica:
-        """Runs a row of another batch, in place of ``arguments`` without rows.
-
-        Counters advance once per update.
-        """
-        has_advanced = self.has_rows or self.has_advanced
-        self.has_advanced = torch.is_grad_enabled()
+        """Runs a row of another batch, in place of ``arguments`` without rows."""
         with (
-            keep_numbers(self.module) if has_advanced else contextlib.nullcontext(),
             self.record.of_dummy(),
             self._random_numbers(),
             undone(self.module, self.devices),

@@ -27,11 +27,10 @@ from ..loss.names import SumName, compare_names, digest_names
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
-from ..replicas.module_tree import advancing_buffers, copy_state, numbers_of
-from ..replicas.replicas import without_trace
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects, refuse_renorm
 from ..runtime.devices import Devices, is_accelerator, start_copy
+from ..runtime.module_state import advancing_buffers, numbers_of, without_trace
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
 from ..runtime.values import Precision, PrecisionName, forget_gradients
@@ -78,10 +77,9 @@ class RankModel(ParallelModel):
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
         self._of_criterion: list[dict[str, Tensor | None]] = []
-        self._counting: list[nn.Module] = []  # Parts of the criterion that have numbers.
-        self._numbers: list[dict[str, int | float]] = []  # They are read before the first forward.
-        self.has_advanced = False  # Numbers of a rank without rows, in this update.
-        self.has_numbers = any(map(numbers_of, self.module.modules()))
+        # Parts of module and criterion that have numbers, which are read before the first forward.
+        self._counting = [*filter(numbers_of, self.module.modules())]
+        self._numbers: list[dict[str, int | float]] = []
         # Parameters in the first run of a method, and their memory before it.
         self._whole: dict[str, tuple[int, Tensor]] = {}
         self.written: set[str] = set()  # Parameters that a forward writes.
@@ -175,10 +173,6 @@ class RankModel(ParallelModel):
     ) -> PerReplica:
         raise NotImplementedError
 
-    def copy_state(self) -> Callable[[], None]:
-        """Copies buffers and numbers of the module. Returns a function that puts them back."""
-        return copy_state(self.module)
-
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
         """Runs rows on this rank. All ranks call this."""
         return self._watched_run(method, arguments, rows, in_step=True)
@@ -203,7 +197,7 @@ class RankModel(ParallelModel):
         """Gives all ranks the buffers of the first rank that has had rows since the last time.
 
         ``with_rows`` tells which ranks have; they are asked without it. If some have not, they get
-        the numbers that the criterion has counted there, and parameters that the forwards of
+        the numbers that module and criterion have counted there, and parameters that the forwards of
         ``writes`` ranks write.
         """
         parts = *self._of_layers, *self._of_criterion
@@ -217,10 +211,10 @@ class RankModel(ParallelModel):
             if tensors:
                 group = collectives.batch_group() or dist.group.WORLD
                 torch_private.broadcast(tensors, source, group)
-        self.has_rows = self.has_advanced = False
+        self.has_rows = False
 
     def _take_numbers(self, source: int) -> list[Tensor]:
-        """Takes the numbers of the criterion from a rank, unless this one has counted itself.
+        """Takes the numbers that a rank has counted, unless this one has counted itself.
 
         Returns the parameters that forwards there have written.
         """
@@ -235,7 +229,7 @@ class RankModel(ParallelModel):
 
     def forget_rows(self) -> None:
         """Forgets that an update which has failed had rows."""
-        self.has_rows = self.has_advanced = False
+        self.has_rows = False
 
     def share_state(self, criterion: nn.Module) -> None:
         """Shares what calls of a criterion advance, too."""
@@ -243,7 +237,7 @@ class RankModel(ParallelModel):
         self._of_criterion = [
             torch_private.buffers_of(each) for each in filter(advancing_buffers, parts)
         ]
-        self._counting = [*filter(numbers_of, parts)]
+        self._counting = [*filter(numbers_of, (*self.module.modules(), *parts))]
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""
