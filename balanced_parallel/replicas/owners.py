@@ -170,7 +170,7 @@ class ShardedGradient(Tensor):
         if torch.Tag.inplace_view in function.tags:
             raise TypeError(
                 f"{function} would change the shape of parameter.grad, whose elements are on several devices, expected "
-                "an operator that keeps it: change a copy, optimizer.gradient(parameter)"
+                "an operator that keeps it: change a copy, parameter.grad.clone()"
             )
         wholes: dict[int, Tensor] = {}  # Keys are the ids of their parts.
         pairs: list[tuple[Tensor, Tensor]] = []

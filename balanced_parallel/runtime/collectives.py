@@ -67,18 +67,6 @@ def rank(group: Group = None) -> int:
     return dist.get_rank(group or _batch_group) if dist.is_initialized() else 0
 
 
-def checkpoint_group() -> Group:
-    """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's
-    backend: it moves objects.
-    """
-    if _batch_group is not None:  # each group of ranks would write to the same files
-        raise ValueError(
-            f"Checkpoints with mesh= of {world_size()} of {dist.get_world_size()} ranks, expected all ranks: save "
-            "step.state_dict() with torch.distributed.checkpoint"
-        )
-    return second_group("checkpoints", "gloo")
-
-
 def second_group(purpose: str, backend: str | None = None) -> Group:
     """Returns a process group of the ranks that share a batch, whose collectives may come before or
     after those of the gradients.
@@ -349,7 +337,8 @@ def refuse_unshared(parameters: Iterable[Tensor]) -> None:
         if not is_shared and _SHARED not in torch_private.accumulator_of(parameter).metadata:
             raise ValueError(
                 f"the criterion has a parameter of shape {tuple(parameter.shape)} to train, whose gradient the ranks would not "
-                "share: pass the criterion to parallelize, beside the module; with strategy='fsdp' make it part of the module"
+                "share: pass the criterion to parallelize, beside the module; with strategy='fsdp' make it part of the module, or call "
+                "requires_grad_(False) on it, as a teacher is frozen"
             )
 
 

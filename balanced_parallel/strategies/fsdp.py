@@ -398,12 +398,7 @@ class _FSDPUpdate(RankUpdate):
 
 @gradient_sync.register
 def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
-    learned = [name for name, parameter in criterion.named_parameters() if parameter.requires_grad]
-    if learned:
-        raise TypeError(
-            f"the criterion has a parameter {learned[0].removeprefix('module.')} to train, which is not sharded: make it part of "
-            "the module, call requires_grad_(False) on it if it is frozen, as a teacher, or use strategy='ddp'"
-        )
+    collectives.refuse_unshared(criterion.parameters())
     return _FSDPSync(model, criterion)
 
 
