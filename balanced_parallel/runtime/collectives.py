@@ -337,8 +337,8 @@ def refuse_unshared(parameters: Iterable[Tensor]) -> None:
         if not is_shared and _SHARED not in torch_private.accumulator_of(parameter).metadata:
             raise ValueError(
                 f"the criterion has a parameter of shape {tuple(parameter.shape)} to train, whose gradient the ranks would not "
-                "share: pass the criterion to parallelize, beside the module; with strategy='fsdp' make it part of the module, or call "
-                "requires_grad_(False) on it, as a teacher is frozen"
+                "share: pass the criterion to parallelize, beside the module; with strategy='fsdp' make it part of the module, or "
+                "call requires_grad_(False) on it, as a teacher is frozen"
             )
 
 
