@@ -13,6 +13,7 @@ from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
 from ..runtime.torch_private import foreach_multiply_
+from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 
 
@@ -75,12 +76,28 @@ class ReplicaSync(GradientSync, UpdateSync):
             if replicas.gradients.buckets:  # only with several devices
                 replicas.gradients.reduce()
 
+    def random_numbers(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Returns a block without effect: there is one process."""
+        return contextlib.nullcontext()
+
+    def count_micro_batches(self, count: int) -> int:
+        """Returns the number."""
+        return count
+
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
+        """Returns the loss and the weight of this process."""
+        return local
+
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the gradients of these tensors."""
         if isinstance(factor, Tensor) or factor != 1:
             foreach_multiply_(
                 [tensor.grad for tensor in tensors if tensor.grad is not None], factor
             )
+
+    def smallest(self, number: float) -> float:
+        """Returns the number."""
+        return number
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Drops the gradients in the buckets."""

@@ -11,7 +11,7 @@ The code below is one update::
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -33,15 +33,13 @@ class GradientSync(Protocol):
 
         ``is_last`` ends it.
         """
-        return nullcontext()
 
 
 class UpdateSync(Protocol):
-    """Synchronises the gradients of one update. Methods are those of a single process."""
+    """Synchronises the gradients of one update."""
 
     def count_micro_batches(self, count: int) -> int:
         """Returns how many micro-batches to run, if this process needs ``count``."""
-        return count
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the divisor of all gradients of the update, without waiting for a device.
@@ -76,14 +74,12 @@ class UpdateSync(Protocol):
 
         All gradients are reduced. A weight of other ranks is on the host.
         """
-        return local
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the reduced gradients of ``tensors``, those that exist."""
 
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all processes."""
-        return number
 
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         """Tells other processes of a failure, which wait in :func:`gather_objects`.
