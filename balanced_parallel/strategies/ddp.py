@@ -101,8 +101,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         criterion: Criterion | None,
         **rows: Unpack[RowSettings],
     ) -> None:
-        wrapped = _Wrapped(module, criterion)
-        if not wrapped.trained:
+        wrapped = _reduced_module(module, criterion)
+        if not any(parameter.requires_grad for parameter in wrapped.parameters()):
             raise ValueError(
                 "no parameter of the module requires a gradient, expected one at least: there is nothing to train"
             )
@@ -118,9 +118,13 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _begin(self, module: nn.Module) -> None:
         """Begins to record the gradients of the reducer, which is a new one."""
         self.module = module
-        self.record = BucketRecord(self._wrapped[0].trained)
+        reduced = self._wrapped[0].parameters()
+        self.record = BucketRecord([each for each in reduced if each.requires_grad])
         self._requested = RequestedGradients(self.record.parameters, self.share_buffers)
         collectives.mark_shared(self.record.parameters)
+        embeddings = (nn.Embedding, nn.EmbeddingBag)
+        sparse = [each for each in module.modules() if isinstance(each, embeddings) and each.sparse]
+        self._sparse = [each.weight for each in sparse if each.weight.requires_grad]
 
     def zero(self, *, reduces: bool = True) -> Tensor:
         """Returns a zero that leads to each reduced parameter.
@@ -247,7 +251,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has
         counted nothing.
         """
-        for weight in self._wrapped[0].sparse:
+        for weight in self._sparse:
             if weight.grad is None:
                 nowhere = torch.empty(1, 0, dtype=torch.long, device=weight.device)
                 nothing = weight.new_empty(0, *weight.shape[1:])
@@ -263,29 +267,12 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self._begin(module)
 
 
-class _Wrapped(nn.Module):
-    """The module that the reducer is built for: the user's module, and the parameters of a
+def _reduced_module(module: nn.Module, criterion: Criterion | None) -> nn.ModuleList:
+    """Returns the module that the reducer is built for: the user's module, and the parameters of a
     criterion.
     """
-
-    def __init__(self, module: nn.Module, criterion: Criterion | None) -> None:
-        super().__init__()
-        learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
-        self.inner = module
-        self.of_criterion = nn.ParameterList(
-            parameter for parameter in learned if parameter.requires_grad
-        )
-        self.trained: list[Tensor] = [
-            parameter for parameter in self.parameters() if parameter.requires_grad
-        ]
-        embeddings = [
-            part
-            for part in module.modules()
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
-        ]
-        self.sparse = [
-            embedding.weight for embedding in embeddings if embedding.weight.requires_grad
-        ]
+    learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+    return nn.ModuleList([module, nn.ParameterList(each for each in learned if each.requires_grad)])
 
 
 class BucketRecord(GradientRecord):
