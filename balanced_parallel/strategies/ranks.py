@@ -193,12 +193,12 @@ class RankModel(ParallelModel):
     def _take_write(self, name: str) -> None:
         self.written.add(name)
 
-    def share_buffers(self, with_rows: Sequence[float] = (), writes: float = 0) -> None:
+    def share_buffers(self, with_rows: Sequence[float] = (), writes: bool = False) -> None:
         """Gives all ranks the buffers of the first rank that has had rows since the last time.
 
         ``with_rows`` tells which ranks have; they are asked without it. If some have not, they get
-        the numbers that module and criterion have counted there, and parameters that the forwards of
-        ``writes`` ranks write.
+        the numbers that module and criterion have counted there, and parameters that forwards write
+        there, if a rank ``writes`` any.
         """
         parts = *self._of_layers, *self._of_criterion
         tensors = [each for part in parts for each in part.values() if each is not None]
@@ -379,8 +379,8 @@ class RankUpdate(UpdateSync):
         self._local: Callable[[], Tensor] | None = None
         self._has_reports = False  # The ranks have ended the reduction, and none has failed.
         self._has_agreed = False  # All ranks go on to their optimizers.
-        # Ranks with rows, and a number of those that write to parameters, if buffers are to be shared.
-        self._unshared: tuple[Sequence[float], float] | None = None
+        # Ranks with rows, and True if a rank writes to parameters, if buffers are to be shared.
+        self._unshared: tuple[Sequence[float], bool] | None = None
 
     @property
     @abc.abstractmethod
@@ -427,8 +427,8 @@ class RankUpdate(UpdateSync):
         formula = digest_names(names) if names else 0.0
         loss, weight = read().tolist()
         reports = self.agree(RankReport(loss, weight, present.digest(), formula))
-        sums = RankReport._make(map(sum, zip(*reports, strict=True)))
-        self._unshared = [each.has_rows for each in reports], sums.writes
+        writes = any([each.writes for each in reports])
+        self._unshared = [each.has_rows for each in reports], writes
         self._share()
         present.check(is_same=len({each.digest for each in reports}) == 1)
         if len({each.formula for each in reports} - {0.0}) > 1:
@@ -436,9 +436,10 @@ class RankUpdate(UpdateSync):
             for each in by_rank:
                 compare_names(by_rank[0], each)
         self._has_agreed = True
-        if sums.has_unused:
+        if any([each.has_unused for each in reports]):
             self._record.forget_unused()
-        return LossSum(total.fill_(sums.total), sums.weight)
+        total.fill_(sum([each.total for each in reports]))
+        return LossSum(total, sum([each.weight for each in reports]))
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Forgets the gradients of this rank, and tells the other ranks, unless they wait for it."""
