@@ -427,7 +427,7 @@ class RankUpdate(UpdateSync):
         formula = digest_names(names) if names else 0.0
         loss, weight = read().tolist()
         reports = self.agree(RankReport(loss, weight, present.digest(), formula))
-        writes = any([each.writes for each in reports])
+        writes = any(map(operator.attrgetter("writes"), reports))
         self._unshared = [each.has_rows for each in reports], writes
         self._share()
         present.check(is_same=len({each.digest for each in reports}) == 1)
@@ -436,7 +436,7 @@ class RankUpdate(UpdateSync):
             for each in by_rank:
                 compare_names(by_rank[0], each)
         self._has_agreed = True
-        if any([each.has_unused for each in reports]):
+        if any(map(operator.attrgetter("has_unused"), reports)):
             self._record.forget_unused()
         total.fill_(sum([each.total for each in reports]))
         return LossSum(total, sum([each.weight for each in reports]))
