@@ -17,7 +17,6 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -197,9 +196,9 @@ class ParallelModel(nn.Module):
     split: Sequence[float] | None  # the weight of each device; None for equal parts
     dim: int
     out_dims: Dims
-    # Methods that have run over ranks, and the mode of the module, with True for those that
-    # communicate with other ranks.
-    runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
+    # Methods that have run over devices or ranks, and the mode of the module, with True for those
+    # that communicate with other ranks.
+    runs: dict[tuple[str | None, bool], bool]
     noting: Noting | None = None
     # The latest forwards whose outputs have a number.
     latest: Sequence[ByHand] = ()
@@ -292,8 +291,9 @@ class ParallelModel(nn.Module):
         return state
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
-        """Runs rows on the first device of this process."""
-        raise NotImplementedError
+        """Runs rows on the first device of this process. All ranks call this."""
+        shard = Shard(arguments, NOTHING, range(rows), rows, self.devices[0])
+        return self._run_shards([shard], method)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the module, as ``model.module.compile(...)``.
@@ -306,8 +306,8 @@ class ParallelModel(nn.Module):
         """
         self.module.compile(*args, **kwargs)
 
-    def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
-        """Runs the module on the shards of a micro-batch of :class:`TrainStep`."""
+    def _run_shards(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:
+        """Runs a method of the module on the shards of a micro-batch of :class:`TrainStep`."""
         raise NotImplementedError
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> Any:

@@ -98,7 +98,7 @@ def run_after_backward(callback: Callable[[], None]) -> None:
 
 def rebuild_buckets(model: DistributedDataParallel) -> None:
     """Lets the reducer of ``model`` make its buckets anew in the order of its first gradients,
-    once, as its forward does.
+    once.
     """
     model.reducer._rebuild_buckets()
 
@@ -124,7 +124,7 @@ def forget_order(model: DistributedDataParallel) -> None:
     It makes its buckets anew in this order, once.
 
     A backward that fails is completed by another one, which reaches some parameters again. They are
-    in the order twice, and the next forward fails.
+    in the order twice, and the next backward fails.
     """
     model.reducer._reset_state()
 
@@ -261,10 +261,8 @@ def divides_by_counts(node: "Node") -> bool:
 
 
 def is_same(tensor: Tensor) -> bool:
-    """Returns True for a copy of an output that ``DistributedDataParallel`` or a strategy has made:
-    its derivative is one.
-    """
-    return type(tensor.grad_fn).__name__ in ("_DDPSinkBackward", "_WatchBackward")
+    """Returns True for a copy of an output that a strategy has made: its derivative is one."""
+    return type(tensor.grad_fn).__name__ == "_WatchBackward"
 
 
 def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:

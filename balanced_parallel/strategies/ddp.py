@@ -497,7 +497,7 @@ class DDPUpdate(RankUpdate):
     def _rebuild(self) -> None:
         """Rebuilds the buckets after the first update. All ranks call this.
 
-        The collectives of this would wait in the next forward, if a rank ran out of memory before.
+        The collectives of this would wait in the next backward, if a rank ran out of memory before.
         """
         torch_private.rebuild_buckets(self._model)
         self._model.record.take_places()
@@ -530,7 +530,7 @@ class DDPUpdate(RankUpdate):
 
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
-        # The next forward would wait for ranks that do not.
+        # The next backward would wait for ranks that do not.
         if not self._model.record.buckets:
             torch_private.forget_order(self._model)
 

@@ -95,12 +95,11 @@ class ShardedModel(RankModel):
     ) -> None:
         super().__init__()
         self.module = module
-        self.group = collectives.second_group("hosts")
         self._set_rows(device, **rows)
         # The outputs of a forward that has had no backward, None during both: others wait for it.
         self.outputs: list[TensorWeakRef] | None = []
         self.forwards = 0
-        self.record = ShardedGradients(self.group, self.share_buffers)
+        self.record = ShardedGradients(self.share_buffers)
         without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
         # FSDPModules
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))
@@ -251,16 +250,13 @@ class ShardedModel(RankModel):
             from torch.distributed.fsdp import register_fsdp_forward_method
 
             register_fsdp_forward_method(self.module, method)
-        has_rows = gather_objects(rows != 0, self.group)
+        has_rows = gather_objects(rows != 0, self.record.group)
         row = self._first_row(arguments) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
-            shared = [
-                move_leaves(row, torch.device("cpu"))
-                if collectives.rank(self.group) == source
-                else None
-            ]
-            dist.broadcast_object_list(shared, group=self.group, group_src=source)
+            is_source = collectives.rank(self.record.group) == source
+            shared = [move_leaves(row, torch.device("cpu")) if is_source else None]
+            dist.broadcast_object_list(shared, group=self.record.group, group_src=source)
             row = row or shared[0]
         self._examples[method] = row
 
@@ -308,7 +304,6 @@ class _FSDPUpdate(RankUpdate):
     def __init__(self, sync: _FSDPSync, model: ShardedModel) -> None:
         super().__init__(model, model.record)
         self._sync = sync
-        self._group = model.group
         self._has_begun = False  # A backward has run.
         self._is_at_end = False  # All ranks have run their last micro-batch.
         self._left = 0  # micro-batches of this batch to come
@@ -325,7 +320,7 @@ class _FSDPUpdate(RankUpdate):
 
     def _ask(self, number: int) -> int:
         """Returns the largest number of any rank: 0 if all are at their end."""
-        largest = collectives.max_over_ranks(number, self._group)
+        largest = collectives.max_over_ranks(number, self._record.group)
         self._left = largest // 2
         return largest
 
@@ -356,7 +351,7 @@ class _FSDPUpdate(RankUpdate):
 
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         if not has_begun:
-            collectives.tell_failure(error, self._group)
+            collectives.tell_failure(error, self._record.group)
         elif self._model.outputs is not None:  # The others do not wait in a block.
             self._run_forwards(is_single=is_single)
             collectives.tell_failure(error)
@@ -390,7 +385,7 @@ class _FSDPUpdate(RankUpdate):
         if self._is_at_end:
             self.exchange(report)
         else:
-            collectives.tell_failure(error, self._group)
+            collectives.tell_failure(error, self._record.group)
 
     def _forget_gradients(self) -> None:
         self._model.forget_gradients()
@@ -434,8 +429,8 @@ class ShardedGradients(GradientRecord):
     process group. ``group`` has no other collectives meanwhile.
     """
 
-    def __init__(self, group: collectives.Group, share_buffers: Callable[[], None]) -> None:
-        super().__init__([], group)
+    def __init__(self, share_buffers: Callable[[], None]) -> None:
+        super().__init__([], collectives.second_group("hosts"))
         self._share_buffers = share_buffers
         self.has_run = False  # FSDP2 has begun
         # The present forward has no rows of this rank.

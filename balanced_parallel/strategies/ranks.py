@@ -73,7 +73,7 @@ class RankModel(ParallelModel):
         self.precision = Precision(precision or "fp32")
         self.meets_ranks = meets_others(self.module)
         self.rank_numbers = RankNumbers()
-        self.runs: dict[tuple[str | None, bool], bool] = {}
+        self.runs = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
         self._of_criterion: list[dict[str, Tensor | None]] = []
@@ -85,7 +85,7 @@ class RankModel(ParallelModel):
         self.written: set[str] = set()  # Parameters that a forward writes.
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
 
-    def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
+    def _run_shards(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:
         (shard,) = shards
         rows = None if shard.rows is None else len(shard.rows)
         if shard.is_joined and not rows and self.meets_ranks:
@@ -102,7 +102,7 @@ class RankModel(ParallelModel):
                     arguments,
                 )
         with shard.context():
-            return self._watched_run(None, arguments, rows, in_step=True)
+            return self._watched_run(method, arguments, rows, in_step=True)
 
     def refuse_unshared(self) -> None:
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
@@ -172,10 +172,6 @@ class RankModel(ParallelModel):
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
         raise NotImplementedError
-
-    def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
-        """Runs rows on this rank. All ranks call this."""
-        return self._watched_run(method, arguments, rows, in_step=True)
 
     def _note_whole(self, *_: object) -> None:
         """Notes the memory of parameters that are whole, before a module runs."""
