@@ -28,7 +28,13 @@ from ..replicas.owners import BucketOwners, Piece
 from ..runtime import torch_private, transport
 from ..runtime.collectives import batch_group, rank, world_size
 from ..runtime.torch_private import is_sharded, map_tensors
-from ..runtime.values import check_type, forget_gradients, naming_arguments
+from ..runtime.values import (
+    check_type,
+    forget_gradients,
+    naming_arguments,
+    set_gradient,
+    set_memory,
+)
 
 _ELEMENTWISE = (
     "SGD",
@@ -492,8 +498,8 @@ class _ParameterRanks(_ElementRanks):
             value = _whole(parameter)
             gradient = None if parameter.grad is None else _whole(parameter.grad)
             if parameter in self._gathered:
-                self._gathered[parameter].data = value
-                self._gathered[parameter].grad = gradient
+                set_memory(self._gathered[parameter], value)
+                set_gradient(self._gathered[parameter], gradient)
         self._use(self._owned, self._values)
         try:
             call(self.inner)
@@ -567,7 +573,7 @@ class _ParameterRanks(_ElementRanks):
     def _release(self) -> None:
         forget_gradients(self._gathered.values())
         for value in self._gathered.values():
-            value.data = value.new_empty(0)
+            set_memory(value, value.new_empty(0))
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -684,7 +690,7 @@ def _update_samples(recipe: Recipe, parts: Sequence[Groups]) -> Tensor | None:
         getattr(optimizer, "train", bool)()  # schedule-free optimizers have it
         for number in range(_UPDATES):
             for rows, leaf in leaves.items():
-                leaf.grad = rows[2 + number].clone()
+                set_gradient(leaf, rows[2 + number].clone())
             optimizer.step()
         if not all(isinstance(key, Tensor) for key in optimizer.state):
             return None

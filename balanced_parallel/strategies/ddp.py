@@ -66,7 +66,7 @@ from ..runtime.torch_private import (
     is_differentiable,
     run_after_backward,
 )
-from ..runtime.values import check_type
+from ..runtime.values import check_type, set_gradient
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
@@ -258,7 +258,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 empty = torch.sparse_coo_tensor(
                     nowhere, nothing, weight.shape, check_invariants=True
                 )
-                _set_gradient(weight, empty)
+                set_gradient(weight, empty)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state[CHILDREN]  # The copy is not a module yet.
@@ -299,7 +299,7 @@ class BucketRecord(GradientRecord):
         # Each has a version counter of its own.
         self._zeros = {number: place.data for number, place in self._places.items()}
         for number, zero in self._zeros.items():
-            self.parameters[number].grad = zero
+            set_gradient(self.parameters[number], zero)
 
     def begin_backward(self) -> bool:
         """Begins the running backward, which reduces. Returns False if it has begun already."""
@@ -328,7 +328,7 @@ class BucketRecord(GradientRecord):
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided:
-                _set_gradient(parameter, gradient.data)
+                set_gradient(parameter, gradient.data)
 
     def _note(self) -> None:
         """Notes the parameters that have a gradient, but for zeros that nothing was added to."""
@@ -551,10 +551,6 @@ def _requiring(parameters: Sequence[Tensor], is_required: bool) -> Iterator[None
     finally:
         for parameter in changed:
             parameter.requires_grad_(not is_required)
-
-
-def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    parameter.grad = gradient
 
 
 def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:

@@ -57,7 +57,7 @@ from ..runtime.torch_private import (
     versions,
     without_compilation,
 )
-from ..runtime.values import Precision, forget_gradients
+from ..runtime.values import Precision, forget_gradients, set_gradient, set_memory
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -651,8 +651,8 @@ def _gradient_of(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         # New in torch 2.15: that of the reduction.
         dtype = getattr(parameter, "grad_dtype", None)
-        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-    return parameter.grad
+        set_gradient(parameter, torch.zeros_like(parameter, dtype=dtype))
+    return cast(Tensor, parameter.grad)
 
 
 def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
@@ -734,7 +734,7 @@ def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
     def send(module: nn.Module) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in sent and not is_sharded(tensor) and not tensor.is_meta:
-                tensor.data = tensor.data.to(device)
+                set_memory(tensor, tensor.data.to(device))
                 dist.broadcast(tensor.data, group=collectives.batch_group(), group_src=0)
                 sent.add(id(tensor))
 
