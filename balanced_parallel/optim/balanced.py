@@ -52,7 +52,7 @@ _ELEMENTWISE = (
 
 
 Groups = list[dict[str, Any]]
-Call = Callable[[torch.optim.Optimizer], object]
+OptimizerCall = Callable[[torch.optim.Optimizer], object]
 Loss = TypeVar("Loss")  # the result of a closure
 
 
@@ -321,7 +321,7 @@ class _ReplicaShards:
         for owners in self._owners:
             owners.follow()
 
-    def run(self, call: Call) -> None:
+    def run(self, call: OptimizerCall) -> None:
         """Calls a method of the optimizer, from the values of the model's own parameters."""
         replicas = self._model.replicas
         if self._pieces:
@@ -439,7 +439,7 @@ class _ElementRanks:
     def collect(self) -> None:
         """Does nothing: the backward has reduced the gradients."""
 
-    def run(self, call: Call) -> None:
+    def run(self, call: OptimizerCall) -> None:
         call(self.inner)
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -493,7 +493,7 @@ class _ParameterRanks(_ElementRanks):
         self._release()
 
     @torch.no_grad()
-    def run(self, call: Call) -> None:
+    def run(self, call: OptimizerCall) -> None:
         for parameter in self._sharded:
             value = _whole(parameter)
             gradient = None if parameter.grad is None else _whole(parameter.grad)

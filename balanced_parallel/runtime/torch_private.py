@@ -9,7 +9,7 @@ its issues about that.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from types import FunctionType, MethodType
@@ -240,13 +240,10 @@ def is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def nodes_behind(tensors: Iterable[object], without: Collection["Node"] = ()) -> Iterator["Node"]:
-    """Yields each node of the graph that leads to some tensors, from them on.
-
-    Those behind the nodes ``without`` are left out, with these.
-    """
+def nodes_behind(tensors: Iterable[object]) -> Iterator["Node"]:
+    """Yields each node of the graph that leads to some tensors, from them on."""
     nodes: list[Node | None] = [getattr(tensor, "grad_fn", None) for tensor in tensors]
-    seen = {*without}
+    seen: set[Node] = set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
