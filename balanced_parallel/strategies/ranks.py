@@ -55,7 +55,6 @@ class RankModel(ParallelModel):
     """
 
     units: Sequence[Any] = ()  # the modules that FSDP2 shards
-    replicas = None  # A DataParallelModel has some.
     record: "GradientRecord"
 
     def _set_rows(
