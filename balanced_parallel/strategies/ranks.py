@@ -77,7 +77,8 @@ class RankModel(ParallelModel):
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
         self._of_criterion: list[dict[str, Tensor | None]] = []
         # Parts of module and criterion that have numbers, which are read before the first forward.
-        self._counting = [*filter(numbers_of, self.module.modules())]
+        self._counting_layers = [*filter(numbers_of, self.module.modules())]
+        self._counting = self._counting_layers
         self._numbers: list[dict[str, int | float]] = []
         # Parameters in the first run of a method, and their memory before it.
         self._whole: dict[str, tuple[int, Tensor]] = {}
@@ -232,7 +233,9 @@ class RankModel(ParallelModel):
         self._of_criterion = [
             torch_private.buffers_of(each) for each in filter(advancing_buffers, parts)
         ]
-        self._counting = [*filter(numbers_of, (*self.module.modules(), *parts))]
+        self._counting = [*self._counting_layers, *filter(numbers_of, parts)]
+        if self.has_rows:  # Its forward has no backward yet.
+            self._numbers = [*map(numbers_of, self._counting)]
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""

@@ -16,6 +16,7 @@ from helpers.steps import parallel_step
 from torch import nn
 
 from balanced_parallel import (
+    DataParallelCriterion,
     DataParallelModel,
     TrainStep,
     parallelize,
@@ -122,3 +123,27 @@ def test_ranks_wait_for_no_device_but_for_the_scaler(strategy, precision, weight
 
 def test_a_rank_with_fewer_rows_than_micro_batches_waits_for_no_device():
     assert run_ranks(2, waits_of_a_step, "fsdp", "host", "fp32", None, (7, 2)) == [[], []]
+
+
+class Counting(nn.MSELoss):
+    """Counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output, target):
+        self.calls += 1
+        return super().forward(output, target)
+
+
+@on_ranks(2)
+def test_a_criterion_that_counts_comes_after_a_forward_by_hand(rank):
+    """The numbers of the criterion were not read before that forward, which has no backward."""
+    rows = 3 * rank
+    model = parallelize(nn.Linear(4, 2), device_ids=["cpu"], strategy="ddp")
+    model(torch.randn(rows, 4))
+    criterion = DataParallelCriterion(Counting())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+    step(torch.randn(rows, 4), torch.randn(rows, 2))
+    assert criterion.module.calls == 1
