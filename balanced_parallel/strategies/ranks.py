@@ -55,6 +55,7 @@ class RankModel(ParallelModel):
     """
 
     units: Sequence[Any] = ()  # the modules that FSDP2 shards
+    replicas = None  # Without it, a lookup calls __getattr__ in each update.
     record: "GradientRecord"
 
     def _set_rows(
