@@ -260,13 +260,11 @@ def entry_names(container: Container) -> list[str]:
     return [place.strip(".[]'\"") for place in container.places]
 
 
-def map_rows(
-    function: Callable[[Any, int | None], object], node: Nested, dims: Dims, place: str = "output"
-) -> Nested:
+def map_rows(function: Callable[[Any, int | None], object], node: Nested, dims: Dims) -> Nested:
     """Returns a copy of ``node`` with ``function(leaf, dim)`` in place of each leaf, from the
     dimension of its rows.
     """
-    dims_of_leaves = leaf_dims(node, dims, place)
+    dims_of_leaves = leaf_dims(node, dims, "output")
     return map_leaves(lambda leaf: function(leaf, next(dims_of_leaves)), node)
 
 

@@ -17,13 +17,13 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
+from ..runtime.module_state import copy_state
 from ..runtime.torch_private import CHILDREN, base_of, is_compiled
 from ..runtime.values import naming_arguments
 from . import containers
@@ -196,9 +196,9 @@ class ParallelModel(nn.Module):
     split: Sequence[float] | None  # the weight of each device; None for equal parts
     dim: int
     out_dims: Dims
-    # Methods that have run over ranks, and the mode of the module, with True for those that
-    # communicate with other ranks.
-    runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
+    # Methods that have run over devices or ranks, and the mode of the module, with True for those
+    # that communicate with other ranks.
+    runs: dict[tuple[str | None, bool], bool]
     noting: Noting | None = None
     # The latest forwards whose outputs have a number.
     latest: Sequence[ByHand] = ()
@@ -238,7 +238,7 @@ class ParallelModel(nn.Module):
         may_have_loss = self.noting is None and kind not in self._without_number
         # A compiled function cannot call the model, and is told so later.
         may_have_loss = may_have_loss and not torch.compiler.is_compiling()
-        put_state = self.copy_state() if may_have_loss and torch.is_grad_enabled() else None
+        put_state = copy_state(self.module) if may_have_loss and torch.is_grad_enabled() else None
         outputs = self._run_by_hand(method, arguments)
         is_split = isinstance(outputs, PerReplica) and bool(outputs)
         if is_split and has_number(outputs[0]):
@@ -290,13 +290,10 @@ class ParallelModel(nn.Module):
             state.pop(name, None)
         return state
 
-    def copy_state(self) -> Callable[[], None]:
-        """Copies buffers and numbers of the module. Returns a function that puts them back."""
-        raise NotImplementedError
-
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
-        """Runs rows on the first device of this process."""
-        raise NotImplementedError
+        """Runs rows on the first device of this process. All ranks call this."""
+        shard = Shard(arguments, NOTHING, range(rows), rows, self.devices[0])
+        return self._run_shards([shard], method)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the module, as ``model.module.compile(...)``.
@@ -309,8 +306,8 @@ class ParallelModel(nn.Module):
         """
         self.module.compile(*args, **kwargs)
 
-    def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
-        """Runs the module on the shards of a micro-batch of :class:`TrainStep`."""
+    def _run_shards(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:
+        """Runs a method of the module on the shards of a micro-batch of :class:`TrainStep`."""
         raise NotImplementedError
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> Any:

@@ -28,9 +28,8 @@ from ..batch.marks import Arguments, map_marked
 from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, ParallelModel, take
 from ..replicas.batchnorm import meets_others
-from ..replicas.module_tree import keep_numbers
-from ..replicas.replicas import without_trace
 from ..runtime.collectives import gather_objects
+from ..runtime.module_state import without_trace
 from ..runtime.random_numbers import forward_by_row
 from .notes import SumNotes
 
@@ -84,7 +83,7 @@ class ForwardNotes:
                 return NotedOutput(output, notes.sums(), _Notes(notes, output))
             self._mean = None
             devices = [tensor.device for tensor in tensors]
-            with without_trace(module, devices), keep_numbers(module):
+            with without_trace(module, devices):
                 return self.call(module, function, *inputs, **kwargs)
         notes.of_model(module.parameters()).of_constants([*module.buffers()])
         with notes:
@@ -125,7 +124,7 @@ def note_again(outputs: PerReplica) -> None:
     if model.noting is None:  # Another run of a compiled module would show nothing.
         return
     for number in numbers:
-        with without_trace(model.module, model.devices), keep_numbers(model.module):
+        with without_trace(model.module, model.devices):
             model.run_again(number, outputs)
 
 
@@ -183,8 +182,7 @@ def run_rows(
     rows_of_parts = [[0], [1], [0, 1]]
 
     def run(inputs: Arguments, count: int, drawing: Drawing) -> PerReplica:
-        trace = without_trace(model.module, model.devices)
-        with trace, keep_numbers(model.module), drawing():
+        with without_trace(model.module, model.devices), drawing():
             return model.run_alone(sample.method, inputs, count)
 
     def run_repeated(count: int, drawing: Drawing) -> PerReplica:

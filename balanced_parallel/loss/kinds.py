@@ -109,6 +109,10 @@ class Kind(abc.ABC):
         """
         raise NotImplementedError
 
+    def sums_of_only(self, calls: Calls) -> list[LossSum]:
+        """Returns the part of each replica, in the only micro-batch of an update."""
+        return self.sums(calls)
+
     def begin_by_hand(self, outputs: PerReplica) -> None:
         """Begins a loss of outputs alone."""
         return

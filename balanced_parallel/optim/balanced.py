@@ -12,6 +12,7 @@ another parameter, which :func:`check_exact` tries out. ::
 import functools
 import inspect
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,13 @@ from ..replicas.owners import BucketOwners, Piece
 from ..runtime import torch_private, transport
 from ..runtime.collectives import batch_group, rank, world_size
 from ..runtime.torch_private import is_sharded, map_tensors
-from ..runtime.values import check_type, forget_gradients, naming_arguments
+from ..runtime.values import (
+    check_type,
+    forget_gradients,
+    naming_arguments,
+    set_gradient,
+    set_memory,
+)
 
 _ELEMENTWISE = (
     "SGD",
@@ -45,6 +52,7 @@ _ELEMENTWISE = (
 
 
 Groups = list[dict[str, Any]]
+OptimizerCall = Callable[[torch.optim.Optimizer], object]
 Loss = TypeVar("Loss")  # the result of a closure
 
 
@@ -184,7 +192,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.steps += 1
-        self.shards.run("step")
+        self.shards.run(operator.methodcaller("step"))
         return loss
 
     def take_part(self, steps: int) -> None:
@@ -195,7 +203,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         begun.
         """
         if self.steps == steps and isinstance(self.shards, _ParameterRanks):
-            self.shards.run("zero_grad")
+            self.shards.run(lambda optimizer: None)
 
     def train(self) -> None:
         """Begins the training mode of optimizers that have modes, such as schedule-free ones.
@@ -203,19 +211,12 @@ class BalancedOptimizer(torch.optim.Optimizer):
         Every rank must call this.
         """
         if hasattr(self.recipe.optimizer_class, "train"):
-            self.shards.run("train")
+            self.shards.run(operator.methodcaller("train"))
 
     def eval(self) -> None:
         """Begins the evaluation mode of optimizers that have modes. Every rank must call this."""
         if hasattr(self.recipe.optimizer_class, "eval"):
-            self.shards.run("eval")
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Returns a copy of the whole gradient of one of the model's parameters, or None.
-
-        Every rank must call this.
-        """
-        return self.shards.gradient(parameter)
+            self.shards.run(operator.methodcaller("eval"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters and of their shards."""
@@ -325,16 +326,8 @@ class _ReplicaShards:
         for owners in self._owners:
             owners.follow()
 
-    @torch.no_grad()
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Returns a copy of a parameter's gradient on its own device; None if it has no gradient."""
-        self.collect()
-        return None if parameter.grad is None else parameter.grad.clone()
-
-    def run(self, method: str) -> None:
-        """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the
-        model's own parameters.
-        """
+    def run(self, call: OptimizerCall) -> None:
+        """Calls a method of the optimizer, from the values of the model's own parameters."""
         if self._versions != self._count_writes():
             self._versions = self._count_writes()
             raise RuntimeError(
@@ -350,7 +343,7 @@ class _ReplicaShards:
             for owners in () if replicas.has_sums or replicas.are_fresh else self._owners:
                 owners.fetch()
             try:
-                getattr(self.inner, method)()
+                call(self.inner)
             finally:
                 self._versions = self._count_writes()
             for owners in self._owners:
@@ -460,11 +453,8 @@ class _ElementRanks:
     def collect(self) -> None:
         """Does nothing: the backward has reduced the gradients."""
 
-    def run(self, method: str) -> None:
-        getattr(self.inner, method)()
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        return None if parameter.grad is None else _whole(parameter.grad)
+    def run(self, call: OptimizerCall) -> None:
+        call(self.inner)
 
     def zero_grad(self, set_to_none: bool) -> None:
         self.inner.zero_grad(set_to_none)
@@ -517,16 +507,16 @@ class _ParameterRanks(_ElementRanks):
         self._release()
 
     @torch.no_grad()
-    def run(self, method: str) -> None:
+    def run(self, call: OptimizerCall) -> None:
         for parameter in self._sharded:
             value = _whole(parameter)
-            gradient = self.gradient(parameter)
+            gradient = None if parameter.grad is None else _whole(parameter.grad)
             if parameter in self._gathered:
-                self._gathered[parameter].data = value
-                self._gathered[parameter].grad = gradient
+                set_memory(self._gathered[parameter], value)
+                set_gradient(self._gathered[parameter], gradient)
         self._use(self._owned, self._values)
         try:
-            getattr(self.inner, method)()
+            call(self.inner)
         finally:  # The others wait for what this rank owns, also if it fails.
             self._use(self._whole, self._parameter_of)
             forget_gradients(self._gathered.values())
@@ -597,7 +587,7 @@ class _ParameterRanks(_ElementRanks):
     def _release(self) -> None:
         forget_gradients(self._gathered.values())
         for value in self._gathered.values():
-            value.data = value.new_empty(0)
+            set_memory(value, value.new_empty(0))
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -714,7 +704,7 @@ def _update_samples(recipe: Recipe, parts: Sequence[Groups]) -> Tensor | None:
         getattr(optimizer, "train", bool)()  # schedule-free optimizers have it
         for number in range(_UPDATES):
             for rows, leaf in leaves.items():
-                leaf.grad = rows[2 + number].clone()
+                set_gradient(leaf, rows[2 + number].clone())
             optimizer.step()
         if not all(isinstance(key, Tensor) for key in optimizer.state):
             return None

@@ -6,7 +6,7 @@ Each output stays on the device of its replica.
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import NOTHING, Batch, Noting, ParallelModel, Shard, move_arguments
+from ..batch.rows import Batch, Noting, ParallelModel, Shard, move_arguments
 from ..runtime.collectives import OnCollective, refuse_renorm
 from ..runtime.devices import DeviceLike, Devices, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
@@ -24,7 +24,7 @@ from ..runtime.torch_private import NO_RANGE, children_of, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
 from .all_rows import SumOverRows
 from .batchnorm import AllRowsBatchNorm
-from .module_tree import check_module, copy_state
+from .module_tree import check_module
 from .recorded import Refresh
 from .replicas import Replicas, window
 
@@ -132,8 +132,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         self.dim = self.out_dims = dim
         self.gather_outputs = False
         self._warned = False
-        # Methods that have run on several devices, and the mode of the module.
-        self._ran: set[tuple[str | None, bool]] = set()
+        self.runs = {}
         self.device_ids = [0 if device.index is None else device.index for device in devices]
         self.src_device_obj = devices[0]
 
@@ -226,7 +225,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             parts = [] if tree is None else tree.modules
             meets = [isinstance(part, (AllRowsBatchNorm, SumOverRows)) for part in parts]
             kind = method, module.training
-            if len(devices) == 1 or kind in self._ran:
+            if len(devices) == 1 or kind in self.runs:
                 outputs = self.replicas.run(work, devices, together=any(meets))
             else:
                 outputs = self._run_first(kind, work, devices, together=any(meets))
@@ -247,18 +246,8 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         with OnCollective(names.add) if is_watched else contextlib.nullcontext():
             outputs = self.replicas.run(work, devices, together=together)
         refuse_renorm(names)
-        self._ran.add(kind)
+        self.runs[kind] = False
         return outputs
-
-    def copy_state(self) -> Callable[[], None]:
-        """Copies buffers and numbers of the module. Returns a function that puts them back."""
-        return copy_state(self.module)
-
-    def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
-        """Runs rows on the first device."""
-        return self._run_shards(
-            [Shard(arguments, NOTHING, range(rows), rows, self.devices[0])], method
-        )
 
     def _gather(self, outputs: PerReplica) -> Any:
         gathered = outputs.on(self._gathers_on)

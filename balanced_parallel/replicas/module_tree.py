@@ -5,11 +5,10 @@ torch's ``replicate`` walks and copies the tree at every forward. Here it is com
 was, and the skeletons are filled again.
 """
 
-import functools
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import leaves, map_leaves
-from ..runtime.devices import move
+from ..runtime.module_state import advancing_buffers, are_close
 from ..runtime.torch_private import (
     BUFFERS,
     CHILDREN,
@@ -26,10 +25,8 @@ from ..runtime.torch_private import (
     FLAT_WEIGHTS,
     FORWARD_HOOKS,
     PARAMETERS,
-    NormWithStatistics,
     buffers_of,
     children_of,
-    foreach_copy_,
     is_compiled,
     parameters_of,
     versions,
@@ -485,76 +482,3 @@ def _blocks_under(
 def class_of(module: nn.Module) -> Any:
     """Returns the class of a module, which has another one while it is checkpointed."""
     return getattr(module, "made_from", (type(module),))[0]
-
-
-def advancing_buffers(part: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers that a forward may advance, but for flags, which it sets once, those that
-    are trained, class weights, and the statistics of norms.
-    """
-    if type(part).__module__ == "torch.nn.modules.loss" or isinstance(part, NormWithStatistics):
-        return {}
-    return {
-        name: buffer
-        for name, buffer in buffers_of(part).items()
-        if buffer is not None
-        and not (buffer.requires_grad or buffer.dtype in (torch.bool, torch.uint8))
-    }
-
-
-@torch.no_grad()
-def are_close(tensor: Tensor, other: Tensor) -> bool:
-    """Returns True if two tensors of any devices have the same values, or none, as in a trace.
-
-    The host waits.
-    """
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-        return True
-    return bool(torch.isclose(move(other, tensor.device), tensor, equal_nan=True).all())
-
-
-def numbers_of(part: nn.Module) -> dict[str, int | float]:
-    """Returns the attributes that are numbers, such as counters.
-
-    Those of torch's modules change in no forward.
-    """
-    if _is_of_torch(type(part)):  # type: ignore[arg-type]  # Its stub takes the hash for that of instances.
-        return {}
-    return {name: value for name, value in vars(part).items() if type(value) in (int, float)}
-
-
-@functools.cache
-def _is_of_torch(kind: type) -> bool:
-    """Returns True for a class without bases elsewhere. FSDP2 makes subclasses in torch."""
-    names = ("torch.", "balanced_parallel.", "builtins")
-    return all(base.__module__.startswith(names) for base in kind.__mro__)
-
-
-@contextmanager
-def keep_numbers(module: nn.Module) -> Iterator[None]:
-    """Puts the numbers of a module back after the block."""
-    before = [(vars(part), numbers_of(part)) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for attributes, numbers in before:
-            attributes.update(numbers)
-
-
-def copy_state(module: nn.Module) -> Callable[[], None]:
-    """Copies the buffers and the numbers of a module. Returns a function that puts them back.
-
-    Buffers that a forward has replaced are the former tensors again, those it has added are gone.
-    """
-    parts = [(part, numbers_of(part), buffers_of(part).copy()) for part in module.modules()]
-    tensors = [each for _, _, buffers in parts for each in buffers.values() if each is not None]
-    copies = [each.detach().clone() for each in tensors]
-
-    @torch.no_grad()
-    def put() -> None:
-        for part, numbers, buffers in parts:
-            vars(part).update(numbers)
-            buffers_of(part).clear()
-            buffers_of(part).update(buffers)
-        foreach_copy_(tensors, copies)
-
-    return put

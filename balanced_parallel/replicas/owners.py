@@ -28,6 +28,7 @@ from ..runtime import torch_private, transport
 from ..runtime.streams import wait_for_sums
 from ..runtime.torch_private import foreach_add_, map_tensors
 from ..runtime.transport import MemoryLayout, layout_of
+from ..runtime.values import set_gradient, set_memory
 
 # one replica's, by the place of the parameter in its bucket; none for an unused parameter
 Gradients = dict[int, Tensor]
@@ -72,7 +73,7 @@ class Piece:
     def repoint(self, copies: Mapping[torch.device, Tensor]) -> None:
         """Takes the memory of other copies of the parameter, which has moved."""
         self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
-        self.values.data = self.places[self.owner]
+        set_memory(self.values, self.places[self.owner])
 
 
 class OwnedParameter:
@@ -123,10 +124,11 @@ class OwnedParameter:
                 gradient.parts[:] = parts
 
     def _give(self, gradient: "ShardedGradient | None") -> None:
-        self.parameter().grad = self._gradient = gradient
+        self._gradient = gradient
+        set_gradient(self.parameter(), gradient)
         parts = [] if gradient is None else gradient.parts
         for piece, part in itertools.zip_longest(self.pieces, parts):
-            piece.values.grad = part
+            set_gradient(piece.values, part)
 
 
 def _of_whole(name: str) -> Any:
@@ -171,7 +173,7 @@ class ShardedGradient(Tensor):
         if torch.Tag.inplace_view in function.tags:
             raise TypeError(
                 f"{function} would change the shape of parameter.grad, whose elements are on several devices, expected "
-                "an operator that keeps it: change a copy, optimizer.gradient(parameter)"
+                "an operator that keeps it: change a copy, parameter.grad.clone()"
             )
         wholes: dict[int, Tensor] = {}  # Keys are the ids of their parts.
         pairs: list[tuple[Tensor, Tensor]] = []

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from ..runtime import transport
 from ..runtime.devices import Devices, on_device
-from ..runtime.random_numbers import RandomState
 from ..runtime.streams import SideStreams, current_streams
 from ..runtime.torch_private import (
     ParameterState,
@@ -559,24 +558,3 @@ def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, 
         | {id(each): each.to(device, copy=True) for each in others}
         for device, tensors in zip(devices, copied, strict=True)
     ]
-
-
-@contextmanager
-def without_trace(module: nn.Module, devices: Devices) -> Iterator[None]:
-    """Surrounds a forward that leaves no trace: random numbers are put back, and buffers are
-    replaced by copies in the block.
-    """
-    random_numbers = RandomState(devices)
-    buffers = [
-        (part, name, buffer)
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    for part, name, buffer in buffers:
-        setattr(part, name, buffer.clone())
-    try:
-        yield
-    finally:
-        random_numbers.restore()
-        for part, name, buffer in buffers:
-            setattr(part, name, buffer)

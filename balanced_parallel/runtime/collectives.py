@@ -67,18 +67,6 @@ def rank(group: Group = None) -> int:
     return dist.get_rank(group or _batch_group) if dist.is_initialized() else 0
 
 
-def checkpoint_group() -> Group:
-    """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's
-    backend: it moves objects.
-    """
-    if _batch_group is not None:  # each group of ranks would write to the same files
-        raise ValueError(
-            f"Checkpoints with mesh= of {world_size()} of {dist.get_world_size()} ranks, expected all ranks: save "
-            "step.state_dict() with torch.distributed.checkpoint"
-        )
-    return second_group("checkpoints", "gloo")
-
-
 def second_group(purpose: str, backend: str | None = None) -> Group:
     """Returns a process group of the ranks that share a batch, whose collectives may come before or
     after those of the gradients.
@@ -240,7 +228,7 @@ class SumOverRanks(torch.autograd.Function):
         return SumOverRanks.apply(gradient, ctx.group), None
 
 
-_LINES = "the first difference"
+_MOST = 3  # An error has so many differences.
 # Ranks compare it beside the settings of a step, which is given batches and not their sampler.
 facts_of_process: dict[str, Hashable] = {"the sampler's batches": "no RankBatchSampler"}
 
@@ -290,24 +278,22 @@ class OnCollective(torch_private.TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def compare_ranks(facts: Mapping[str, Hashable], expected: str, lines: Sequence[str] = ()) -> None:
-    """Compares the facts of all ranks in one small all-gather, and raises ``ValueError`` on every
-    rank if one differs.
+def compare_ranks(facts: Mapping[str, Hashable], expected: str) -> None:
+    """Compares a digest of the facts of all ranks in one small all-gather.
 
-    A fact that a rank does not have is not compared. Of many lines, a digest is compared, and the
-    message has the first difference.
+    If it differs, all ranks gather the facts, and raise ``ValueError`` with the first ones that
+    differ.
     """
-    ranks = gather_objects({**facts, _LINES: digest("\n".join(lines).encode())})
+    if len({*gather_objects(digest(repr(facts).encode()))}) == 1:
+        return
+    ranks = gather_objects(facts)
     messages = []
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        if len({rank[name] for rank in ranks if name in rank}) > 1:
-            values = [str(rank[name]) if name in rank else None for rank in ranks]
-            if name == _LINES:  # every rank sees it, so all of them take part
-                of_ranks = itertools.zip_longest(*gather_objects(lines), fillvalue="nothing more")
-                values = [*next(line for line in of_ranks if len(set(line)) > 1)]
-            messages.append(f"{name}: {by_value(values)}")
+    for name in dict.fromkeys(itertools.chain(*ranks)):
+        values = [rank.get(name, "nothing") for rank in ranks]
+        if len({*values}) > 1:
+            messages.append(f"{name}: {by_value([*map(str, values)])}")
     if messages:
-        raise ValueError(f"the ranks differ, expected {expected}: {'; '.join(messages)}")
+        raise ValueError(f"the ranks differ, expected {expected}: {'; '.join(messages[:_MOST])}")
 
 
 def digest(content: bytes) -> str:
@@ -315,15 +301,15 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def by_value(values: Sequence[str | None]) -> str:
+def by_value(values: Sequence[str]) -> str:
     """Describes the value of each rank: ``"2.13.0 on ranks 0, 1 and 2.11.0 on rank 2"``."""
-    groups: dict[str | None, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(str(rank))
     names = {
         value: f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for value, ranks in groups.items()
     }
-    return " and ".join(f"{value} on {name}" for value, name in names.items() if value is not None)
+    return " and ".join(f"{value} on {name}" for value, name in names.items())
 
 
 # Marks in the metadata of nodes.
@@ -349,7 +335,8 @@ def refuse_unshared(parameters: Iterable[Tensor]) -> None:
         if not is_shared and _SHARED not in torch_private.accumulator_of(parameter).metadata:
             raise ValueError(
                 f"the criterion has a parameter of shape {tuple(parameter.shape)} to train, whose gradient the ranks would not "
-                "share: pass the criterion to parallelize, beside the module; with strategy='fsdp' make it part of the module"
+                "share: pass the criterion to parallelize, beside the module; with strategy='fsdp' make it part of the module, "
+                "or call requires_grad_(False) on it, as a teacher is frozen"
             )
 
 

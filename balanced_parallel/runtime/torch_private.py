@@ -9,7 +9,7 @@ its issues about that.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from types import FunctionType, MethodType
@@ -98,7 +98,7 @@ def run_after_backward(callback: Callable[[], None]) -> None:
 
 def rebuild_buckets(model: DistributedDataParallel) -> None:
     """Lets the reducer of ``model`` make its buckets anew in the order of its first gradients,
-    once, as its forward does.
+    once.
     """
     model.reducer._rebuild_buckets()
 
@@ -111,13 +111,20 @@ def prepare_reduction(model: DistributedDataParallel) -> None:
     model.reducer.prepare_for_backward([])
 
 
+def forward_of_ddp(model: DistributedDataParallel) -> contextlib.AbstractContextManager[None]:
+    """Surrounds a forward of the module in ``model``. The compiler splits its graphs where the
+    reducer has buckets.
+    """
+    return model._inside_ddp_forward()
+
+
 def forget_order(model: DistributedDataParallel) -> None:
     """Makes the reducer of ``model`` forget the order of its first gradients.
 
     It makes its buckets anew in this order, once.
 
     A backward that fails is completed by another one, which reaches some parameters again. They are
-    in the order twice, and the next forward fails.
+    in the order twice, and the next backward fails.
     """
     model.reducer._reset_state()
 
@@ -233,13 +240,10 @@ def is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def nodes_behind(tensors: Iterable[object], without: Collection["Node"] = ()) -> Iterator["Node"]:
-    """Yields each node of the graph that leads to some tensors, from them on.
-
-    Those behind the nodes ``without`` are left out, with these.
-    """
+def nodes_behind(tensors: Iterable[object]) -> Iterator["Node"]:
+    """Yields each node of the graph that leads to some tensors, from them on."""
     nodes: list[Node | None] = [getattr(tensor, "grad_fn", None) for tensor in tensors]
-    seen = {*without}
+    seen: set[Node] = set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
@@ -254,10 +258,8 @@ def divides_by_counts(node: "Node") -> bool:
 
 
 def is_same(tensor: Tensor) -> bool:
-    """Returns True for a copy of an output that ``DistributedDataParallel`` or a strategy has made:
-    its derivative is one.
-    """
-    return type(tensor.grad_fn).__name__ in ("_DDPSinkBackward", "_WatchBackward")
+    """Returns True for a copy of an output that a strategy has made: its derivative is one."""
+    return type(tensor.grad_fn).__name__ == "_WatchBackward"
 
 
 def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:

@@ -220,10 +220,20 @@ def scaled(loss: torch.Tensor, scaler: torch.amp.GradScaler | None) -> torch.Ten
     return loss if scaler is None else scaler.scale(loss)
 
 
+def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Gives a parameter another gradient."""
+    parameter.grad = gradient
+
+
+def set_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Gives a tensor the memory of another one, of any shape and device."""
+    tensor.data = values
+
+
 def forget_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Sets the gradients of parameters to None."""
     for parameter in parameters:
-        parameter.grad = None
+        parameter.grad = None  # The path of an update: without another call for each.
 
 
 @contextlib.contextmanager

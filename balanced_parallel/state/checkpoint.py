@@ -336,11 +336,16 @@ class Checkpoints(values.SaysInstead):
 
 
 def _group() -> collectives.Group:
-    """Returns the process group for DCP.
+    """Returns the process group for DCP, with the CPU's backend: it moves objects.
 
     Without one, its warning is ignored: the thread that writes would raise it each time.
     """
-    group = collectives.checkpoint_group()
+    if collectives.batch_group() is not None:  # Each group of ranks would write to the same files.
+        raise ValueError(
+            f"Checkpoints with mesh= of {collectives.world_size()} of {torch.distributed.get_world_size()} ranks, expected all "
+            "ranks: save step.state_dict() with torch.distributed.checkpoint"
+        )
+    group = collectives.second_group("checkpoints", "gloo")
     if group is None:
         warnings.filterwarnings(
             "ignore", "torch.distributed is disabled, unavailable or uninitialized"

@@ -66,7 +66,7 @@ from ..runtime.torch_private import (
     is_differentiable,
     run_after_backward,
 )
-from ..runtime.values import check_type
+from ..runtime.values import check_type, set_gradient
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
@@ -101,8 +101,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         criterion: Criterion | None,
         **rows: Unpack[RowSettings],
     ) -> None:
-        wrapped = _Wrapped(module, criterion)
-        if not wrapped.trained:
+        wrapped = _reduced_module(module, criterion)
+        if not any(parameter.requires_grad for parameter in wrapped.parameters()):
             raise ValueError(
                 "no parameter of the module requires a gradient, expected one at least: there is nothing to train"
             )
@@ -118,9 +118,13 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _begin(self, module: nn.Module) -> None:
         """Begins to record the gradients of the reducer, which is a new one."""
         self.module = module
-        self.record = BucketRecord(self._wrapped[0].trained)
+        reduced = self._wrapped[0].parameters()
+        self.record = BucketRecord([each for each in reduced if each.requires_grad])
         self._requested = RequestedGradients(self.record.parameters, self.share_buffers)
         collectives.mark_shared(self.record.parameters)
+        embeddings = (nn.Embedding, nn.EmbeddingBag)
+        sparse = [each for each in module.modules() if isinstance(each, embeddings) and each.sparse]
+        self._sparse = [each.weight for each in sparse if each.weight.requires_grad]
 
     def zero(self, *, reduces: bool = True) -> Tensor:
         """Returns a zero that leads to each reduced parameter.
@@ -166,28 +170,22 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _run(
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
-        # Reading or assigning self.module takes ten times as long as its entry.
-        children = children_of(self)
-        module = children["module"]
+        module = children_of(self)["module"]  # self.module takes ten times as long.
         function: Callable[..., object] = getattr(module, method or "__call__")
         is_plain = rows and method in self._examples
         row = None if is_plain else self._row_in_place(method, arguments, rows)
         if self.noting is not None and row is None:
             function = functools.partial(self.noting.call, self.module, function)
-        reduces = self.require_backward_grad_sync
-        is_watched = torch.is_grad_enabled() and (reduces or not in_step)
-
-        def call() -> object:
-            children["module"] = module  # Code inside of the function knows it so.
+        forward = torch_private.forward_of_ddp(self)
+        with forward, self.precision.autocast(self.devices), self._random_numbers():
             if row is None:
                 inputs, kwargs = move_arguments(arguments, self.devices[0])
                 output = function(*inputs, **kwargs)
             else:
                 output = self._run_without_rows(function, row, arguments)
-            return watch_output(output, self.zero(reduces=reduces)) if is_watched else output
-
-        with self.precision.autocast(self.devices), self._random_numbers():
-            output = self._call_in_forward(call)
+            reduces = self.require_backward_grad_sync
+            if torch.is_grad_enabled() and (reduces or not in_step):
+                output = watch_output(output, self.zero(reduces=reduces))
         if self.noting is not None:
             return self._open(self.noting, [output], [rows])
         return PerReplica([output], [rows], self.out_dims)
@@ -225,31 +223,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         return map_tensors(connected, outputs.narrow(0, 0)[0])
 
-    @torch.no_grad()
-    def advance_numbers(self) -> None:
-        """Runs a row of an earlier batch on a rank without rows, if the module has numbers: counters
-        advance there as on the others.
-        """
-        row = self._examples.get(None)
-        if self.has_numbers and row is not None and not (self.has_rows or self.meets_ranks):
-            with self.precision.autocast(self.devices):
-                self._run_without_rows(self.module, row, row)
-
-    def _call_in_forward(self, function: Callable[[], object]) -> object:
-        """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of
-        its reducer.
-
-        It is that of ``no_sync()``, which does not prepare the reducer.
-        """
-        children = children_of(self)
-        before, children["module"] = children["module"], self._wrapped[0]
-        reduces = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            return DistributedDataParallel.forward(self, function)
-        finally:
-            children["module"], self.require_backward_grad_sync = before, reduces
-
     def _begin_backward(
         self, derivatives: list[Tensor | None], reduces: bool, gradients: tuple[Tensor | None, ...]
     ) -> None:
@@ -278,14 +251,14 @@ class DistributedModel(RankModel, DistributedDataParallel):
         """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has
         counted nothing.
         """
-        for weight in self._wrapped[0].sparse:
+        for weight in self._sparse:
             if weight.grad is None:
                 nowhere = torch.empty(1, 0, dtype=torch.long, device=weight.device)
                 nothing = weight.new_empty(0, *weight.shape[1:])
                 empty = torch.sparse_coo_tensor(
                     nowhere, nothing, weight.shape, check_invariants=True
                 )
-                _set_gradient(weight, empty)
+                set_gradient(weight, empty)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state[CHILDREN]  # The copy is not a module yet.
@@ -294,32 +267,12 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self._begin(module)
 
 
-class _Wrapped(nn.Module):
-    """The module that the reducer is built for: the user's module, and the parameters of a
+def _reduced_module(module: nn.Module, criterion: Criterion | None) -> nn.ModuleList:
+    """Returns the module that the reducer is built for: the user's module, and the parameters of a
     criterion.
     """
-
-    def __init__(self, module: nn.Module, criterion: Criterion | None) -> None:
-        super().__init__()
-        learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
-        self.inner = module
-        self.of_criterion = nn.ParameterList(
-            parameter for parameter in learned if parameter.requires_grad
-        )
-        self.trained: list[Tensor] = [
-            parameter for parameter in self.parameters() if parameter.requires_grad
-        ]
-        embeddings = [
-            part
-            for part in module.modules()
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
-        ]
-        self.sparse = [
-            embedding.weight for embedding in embeddings if embedding.weight.requires_grad
-        ]
-
-    def forward(self, function: Callable[[], object]) -> object:
-        return function()
+    learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+    return nn.ModuleList([module, nn.ParameterList(each for each in learned if each.requires_grad)])
 
 
 class BucketRecord(GradientRecord):
@@ -346,7 +299,7 @@ class BucketRecord(GradientRecord):
         # Each has a version counter of its own.
         self._zeros = {number: place.data for number, place in self._places.items()}
         for number, zero in self._zeros.items():
-            self.parameters[number].grad = zero
+            set_gradient(self.parameters[number], zero)
 
     def begin_backward(self) -> bool:
         """Begins the running backward, which reduces. Returns False if it has begun already."""
@@ -375,7 +328,7 @@ class BucketRecord(GradientRecord):
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided:
-                _set_gradient(parameter, gradient.data)
+                set_gradient(parameter, gradient.data)
 
     def _note(self) -> None:
         """Notes the parameters that have a gradient, but for zeros that nothing was added to."""
@@ -509,7 +462,6 @@ class DDPUpdate(RankUpdate):
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Yields a zero for the reduction of a rank without rows."""
         if not is_reduced:
-            self._model.advance_numbers()
             yield [self._model.zero()]
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
@@ -545,7 +497,7 @@ class DDPUpdate(RankUpdate):
     def _rebuild(self) -> None:
         """Rebuilds the buckets after the first update. All ranks call this.
 
-        The collectives of this would wait in the next forward, if a rank ran out of memory before.
+        The collectives of this would wait in the next backward, if a rank ran out of memory before.
         """
         torch_private.rebuild_buckets(self._model)
         self._model.record.take_places()
@@ -578,7 +530,7 @@ class DDPUpdate(RankUpdate):
 
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
-        # The next forward would wait for ranks that do not.
+        # The next backward would wait for ranks that do not.
         if not self._model.record.buckets:
             torch_private.forget_order(self._model)
 
@@ -599,10 +551,6 @@ def _requiring(parameters: Sequence[Tensor], is_required: bool) -> Iterator[None
     finally:
         for parameter in changed:
             parameter.requires_grad_(not is_required)
-
-
-def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    parameter.grad = gradient
 
 
 def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:

@@ -44,7 +44,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, run_backward, widen, zero_of
-from ..replicas.module_tree import find_blocks, keep_numbers
+from ..replicas.module_tree import find_blocks
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import gather_objects
 from ..runtime.devices import free_bytes, is_accelerator
@@ -57,7 +57,7 @@ from ..runtime.torch_private import (
     versions,
     without_compilation,
 )
-from ..runtime.values import Precision, forget_gradients
+from ..runtime.values import Precision, forget_gradients, set_gradient, set_memory
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -95,12 +95,11 @@ class ShardedModel(RankModel):
     ) -> None:
         super().__init__()
         self.module = module
-        self.group = collectives.second_group("hosts")
         self._set_rows(device, **rows)
         # The outputs of a forward that has had no backward, None during both: others wait for it.
         self.outputs: list[TensorWeakRef] | None = []
         self.forwards = 0
-        self.record = ShardedGradients(self.group, self.share_buffers)
+        self.record = ShardedGradients(self.share_buffers)
         without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
         # FSDPModules
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))
@@ -165,14 +164,8 @@ class ShardedModel(RankModel):
     def _run_example(
         self, method: str | None, example: Arguments, arguments: Arguments | None, in_step: bool
     ) -> PerReplica:
-        """Runs a row of another batch, in place of ``arguments`` without rows.
-
-        Counters advance once per update.
-        """
-        has_advanced = self.has_rows or self.has_advanced
-        self.has_advanced = torch.is_grad_enabled()
+        """Runs a row of another batch, in place of ``arguments`` without rows."""
         with (
-            keep_numbers(self.module) if has_advanced else contextlib.nullcontext(),
             self.record.of_dummy(),
             self._random_numbers(),
             undone(self.module, self.devices),
@@ -257,16 +250,13 @@ class ShardedModel(RankModel):
             from torch.distributed.fsdp import register_fsdp_forward_method
 
             register_fsdp_forward_method(self.module, method)
-        has_rows = gather_objects(rows != 0, self.group)
+        has_rows = gather_objects(rows != 0, self.record.group)
         row = self._first_row(arguments) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
-            shared = [
-                move_leaves(row, torch.device("cpu"))
-                if collectives.rank(self.group) == source
-                else None
-            ]
-            dist.broadcast_object_list(shared, group=self.group, group_src=source)
+            is_source = collectives.rank(self.record.group) == source
+            shared = [move_leaves(row, torch.device("cpu")) if is_source else None]
+            dist.broadcast_object_list(shared, group=self.record.group, group_src=source)
             row = row or shared[0]
         self._examples[method] = row
 
@@ -314,7 +304,6 @@ class _FSDPUpdate(RankUpdate):
     def __init__(self, sync: _FSDPSync, model: ShardedModel) -> None:
         super().__init__(model, model.record)
         self._sync = sync
-        self._group = model.group
         self._has_begun = False  # A backward has run.
         self._is_at_end = False  # All ranks have run their last micro-batch.
         self._left = 0  # micro-batches of this batch to come
@@ -331,7 +320,7 @@ class _FSDPUpdate(RankUpdate):
 
     def _ask(self, number: int) -> int:
         """Returns the largest number of any rank: 0 if all are at their end."""
-        largest = collectives.max_over_ranks(number, self._group)
+        largest = collectives.max_over_ranks(number, self._record.group)
         self._left = largest // 2
         return largest
 
@@ -362,7 +351,7 @@ class _FSDPUpdate(RankUpdate):
 
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         if not has_begun:
-            collectives.tell_failure(error, self._group)
+            collectives.tell_failure(error, self._record.group)
         elif self._model.outputs is not None:  # The others do not wait in a block.
             self._run_forwards(is_single=is_single)
             collectives.tell_failure(error)
@@ -396,7 +385,7 @@ class _FSDPUpdate(RankUpdate):
         if self._is_at_end:
             self.exchange(report)
         else:
-            collectives.tell_failure(error, self._group)
+            collectives.tell_failure(error, self._record.group)
 
     def _forget_gradients(self) -> None:
         self._model.forget_gradients()
@@ -404,12 +393,7 @@ class _FSDPUpdate(RankUpdate):
 
 @gradient_sync.register
 def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
-    learned = [name for name, parameter in criterion.named_parameters() if parameter.requires_grad]
-    if learned:
-        raise TypeError(
-            f"the criterion has a parameter {learned[0].removeprefix('module.')} to train, which is not sharded: make it part of "
-            "the module, call requires_grad_(False) on it if it is frozen, as a teacher, or use strategy='ddp'"
-        )
+    collectives.refuse_unshared(criterion.parameters())
     return _FSDPSync(model, criterion)
 
 
@@ -445,8 +429,8 @@ class ShardedGradients(GradientRecord):
     process group. ``group`` has no other collectives meanwhile.
     """
 
-    def __init__(self, group: collectives.Group, share_buffers: Callable[[], None]) -> None:
-        super().__init__([], group)
+    def __init__(self, share_buffers: Callable[[], None]) -> None:
+        super().__init__([], collectives.second_group("hosts"))
         self._share_buffers = share_buffers
         self.has_run = False  # FSDP2 has begun
         # The present forward has no rows of this rank.
@@ -667,8 +651,8 @@ def _gradient_of(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         # New in torch 2.15: that of the reduction.
         dtype = getattr(parameter, "grad_dtype", None)
-        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-    return parameter.grad
+        set_gradient(parameter, torch.zeros_like(parameter, dtype=dtype))
+    return cast(Tensor, parameter.grad)
 
 
 def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
@@ -750,7 +734,7 @@ def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
     def send(module: nn.Module) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in sent and not is_sharded(tensor) and not tensor.is_meta:
-                tensor.data = tensor.data.to(device)
+                set_memory(tensor, tensor.data.to(device))
                 dist.broadcast(tensor.data, group=collectives.batch_group(), group_src=0)
                 sent.add(id(tensor))
 

@@ -209,12 +209,10 @@ def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None
     Ranks that differ would hang, or train different models. Values of parameters are not compared:
     rank 0 sends them later.
     """
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    details = (
-        f"{name} {list(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}"
-        for name, tensor in tensors
-    )
-    lines = [type(module).__qualname__, *details]
+    tensors = {
+        f"tensor {name}": f"{list(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}"
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
     # An interactive session has none.
     script = Path(getattr(sys.modules["__main__"], "__file__", ""))
     facts = {
@@ -222,5 +220,7 @@ def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None
         "balanced_parallel": version("balanced-parallel"),
         "the script": digest(script.read_bytes()) if script.is_file() else "none",
         **settings,
+        "module": type(module).__qualname__,
+        **tensors,
     }
-    compare_ranks(facts, "the same code, versions and settings on all hosts", lines=lines)
+    compare_ranks(facts, "the same code, versions and settings on all hosts")

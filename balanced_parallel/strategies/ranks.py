@@ -27,11 +27,10 @@ from ..loss.names import SumName, compare_names, digest_names
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
-from ..replicas.module_tree import advancing_buffers, copy_state, numbers_of
-from ..replicas.replicas import without_trace
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects, refuse_renorm
 from ..runtime.devices import Devices, is_accelerator, start_copy
+from ..runtime.module_state import advancing_buffers, numbers_of, without_trace
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
 from ..runtime.values import Precision, PrecisionName, forget_gradients
@@ -56,7 +55,7 @@ class RankModel(ParallelModel):
     """
 
     units: Sequence[Any] = ()  # the modules that FSDP2 shards
-    replicas = None  # A DataParallelModel has some.
+    replicas = None  # Without it, a lookup calls __getattr__ in each update.
     record: "GradientRecord"
 
     def _set_rows(
@@ -74,20 +73,20 @@ class RankModel(ParallelModel):
         self.precision = Precision(precision or "fp32")
         self.meets_ranks = meets_others(self.module)
         self.rank_numbers = RankNumbers()
-        self.runs: dict[tuple[str | None, bool], bool] = {}
+        self.runs = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._note_buffers()
         self._of_criterion: list[dict[str, Tensor | None]] = []
-        self._counting: list[nn.Module] = []  # Parts of the criterion that have numbers.
-        self._numbers: list[dict[str, int | float]] = []  # They are read before the first forward.
-        self.has_advanced = False  # Numbers of a rank without rows, in this update.
-        self.has_numbers = any(map(numbers_of, self.module.modules()))
+        # Parts of module and criterion that have numbers, which are read before the first forward.
+        self._counting_layers = [*filter(numbers_of, self.module.modules())]
+        self._counting = self._counting_layers
+        self._numbers: list[dict[str, int | float]] = []
         # Parameters in the first run of a method, and their memory before it.
         self._whole: dict[str, tuple[int, Tensor]] = {}
         self.written: set[str] = set()  # Parameters that a forward writes.
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
 
-    def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
+    def _run_shards(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:
         (shard,) = shards
         rows = None if shard.rows is None else len(shard.rows)
         if shard.is_joined and not rows and self.meets_ranks:
@@ -104,7 +103,7 @@ class RankModel(ParallelModel):
                     arguments,
                 )
         with shard.context():
-            return self._watched_run(None, arguments, rows, in_step=True)
+            return self._watched_run(method, arguments, rows, in_step=True)
 
     def refuse_unshared(self) -> None:
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
@@ -176,14 +175,6 @@ class RankModel(ParallelModel):
     ) -> PerReplica:
         raise NotImplementedError
 
-    def copy_state(self) -> Callable[[], None]:
-        """Copies buffers and numbers of the module. Returns a function that puts them back."""
-        return copy_state(self.module)
-
-    def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
-        """Runs rows on this rank. All ranks call this."""
-        return self._watched_run(method, arguments, rows, in_step=True)
-
     def _note_whole(self, *_: object) -> None:
         """Notes the memory of parameters that are whole, before a module runs."""
         for name, parameter in self.module.named_parameters():
@@ -204,12 +195,12 @@ class RankModel(ParallelModel):
         """Notes the layers with buffers, which the ranks share."""
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
 
-    def share_buffers(self, with_rows: Sequence[float] = (), writes: float = 0) -> None:
+    def share_buffers(self, with_rows: Sequence[float] = (), writes: bool = False) -> None:
         """Gives all ranks the buffers of the first rank that has had rows since the last time.
 
         ``with_rows`` tells which ranks have; they are asked without it. If some have not, they get
-        the numbers that the criterion has counted there, and parameters that the forwards of
-        ``writes`` ranks write.
+        the numbers that module and criterion have counted there, and parameters that forwards write
+        there, if a rank ``writes`` any.
         """
         parts = *self._of_layers, *self._of_criterion
         tensors = [each for part in parts for each in part.values() if each is not None]
@@ -224,7 +215,7 @@ class RankModel(ParallelModel):
             if tensors:
                 group = collectives.batch_group() or dist.group.WORLD
                 torch_private.broadcast(tensors, source, group)
-        self.has_rows = self.has_advanced = False
+        self.has_rows = False
 
     def _take_buffers(self, source: int) -> list[Tensor]:
         """Makes the buffers that a forward has made on a rank, and none on this one.
@@ -246,7 +237,7 @@ class RankModel(ParallelModel):
         return [each for part in parts for each in part.values() if each is not None]
 
     def _take_numbers(self, source: int) -> list[Tensor]:
-        """Takes the numbers of the criterion from a rank, unless this one has counted itself.
+        """Takes the numbers that a rank has counted, unless this one has counted itself.
 
         Returns the parameters that forwards there have written.
         """
@@ -261,7 +252,7 @@ class RankModel(ParallelModel):
 
     def forget_rows(self) -> None:
         """Forgets that an update which has failed had rows."""
-        self.has_rows = self.has_advanced = False
+        self.has_rows = False
 
     def share_state(self, criterion: nn.Module) -> None:
         """Shares what calls of a criterion advance, too."""
@@ -269,7 +260,9 @@ class RankModel(ParallelModel):
         self._of_criterion = [
             torch_private.buffers_of(each) for each in filter(advancing_buffers, parts)
         ]
-        self._counting = [*filter(numbers_of, parts)]
+        self._counting = [*self._counting_layers, *filter(numbers_of, parts)]
+        if self.has_rows:  # Its forward has no backward yet.
+            self._numbers = [*map(numbers_of, self._counting)]
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""
@@ -411,8 +404,8 @@ class RankUpdate(UpdateSync):
         self._local: Callable[[], Tensor] | None = None
         self._has_reports = False  # The ranks have ended the reduction, and none has failed.
         self._has_agreed = False  # All ranks go on to their optimizers.
-        # Ranks with rows, and a number of those that write to parameters, if buffers are to be shared.
-        self._unshared: tuple[Sequence[float], float] | None = None
+        # Ranks with rows, and True if a rank writes to parameters, if buffers are to be shared.
+        self._unshared: tuple[Sequence[float], bool] | None = None
 
     @property
     @abc.abstractmethod
@@ -459,8 +452,8 @@ class RankUpdate(UpdateSync):
         formula = digest_names(names) if names else 0.0
         loss, weight = read().tolist()
         reports = self.agree(RankReport(loss, weight, present.digest(), formula))
-        sums = RankReport._make(map(sum, zip(*reports, strict=True)))
-        self._unshared = [each.has_rows for each in reports], sums.writes
+        writes = any(map(operator.attrgetter("writes"), reports))
+        self._unshared = [each.has_rows for each in reports], writes
         self._share()
         present.check(is_same=len({each.digest for each in reports}) == 1)
         if len({each.formula for each in reports} - {0.0}) > 1:
@@ -468,9 +461,10 @@ class RankUpdate(UpdateSync):
             for each in by_rank:
                 compare_names(by_rank[0], each)
         self._has_agreed = True
-        if sums.has_unused:
+        if any(map(operator.attrgetter("has_unused"), reports)):
             self._record.forget_unused()
-        return LossSum(total.fill_(sums.total), sums.weight)
+        total.fill_(sum([each.total for each in reports]))
+        return LossSum(total, sum([each.weight for each in reports]))
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Forgets the gradients of this rank, and tells the other ranks, unless they wait for it."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..replicas.all_rows import sums_rows
-from ..replicas.module_tree import advancing_buffers, are_close, numbers_of
 from ..runtime.devices import move
+from ..runtime.module_state import advancing_buffers, are_close, numbers_of
 from ..runtime.torch_private import buffers_of, versions
 
 

@@ -28,7 +28,7 @@ from ..runtime.torch_private import (
     version_of,
     versions,
 )
-from ..runtime.values import forget_gradients
+from ..runtime.values import forget_gradients, set_gradient
 from .sync import UpdateSync
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -211,7 +211,7 @@ class ParameterUpdate:
             )
         for parameter in parameters:
             gradient = parameter.grad
-            parameter.grad = None
+            set_gradient(parameter, None)
             if gradient is not None:
                 # autograd calls the hooks, and sets the gradient that they return
                 parameter.backward(gradient)

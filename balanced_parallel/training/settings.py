@@ -90,7 +90,7 @@ class Settings:
             for index, group in enumerate(optimizer.param_groups):
                 values = {"number of parameters": len(group["params"]), **group}
                 facts |= _settings(values, f" of param group {index}{of}")
-        compare_ranks(facts, expected, self._lines())
+        compare_ranks(facts | self._values(), expected)
 
     def digest(self) -> float:
         """Returns a number for the settings that may change. No device is read."""
@@ -129,32 +129,30 @@ class Settings:
                 "the same settings on all of them. Nothing was updated: set them alike, or go on from a checkpoint on all ranks"
             )
 
-    def _lines(self) -> list[str]:
-        """Returns lines about each layer, group and tensor. All ranks call this.
+    def _values(self) -> dict[str, Hashable]:
+        """Returns facts about each layer, group and tensor. All ranks call this.
 
         A forward changes buffers, until the end of the update shares those of a rank, and layers of
         the user may note values.
         """
         is_new = not max_over_ranks(len(self.state.model.runs))
         both = nn.ModuleDict({"model": self.state.model.module, "criterion": self.state.criterion})
-        lines: list[str] = []
+        facts: dict[str, Hashable] = {}
         for path, part in both.named_modules():
             kinds = (
                 (int, float, str, tuple)
                 if type(part).__module__.startswith("torch.nn.")
                 else (float,) * is_new
             )
-            lines += [
-                f"{name} of {path} {value}"
+            facts |= {
+                f"{name} of {path}": str(value)
                 for name, value in vars(part).items()
                 if name == "training" or (name[0] != "_" and isinstance(value, kinds))
-            ]
+            }
         tensors = {**self.state.trained, **dict(both.named_buffers() if is_new else ())}
         for optimizer in self.state.optimizers:
-            groups = enumerate(names_by_group(optimizer, self.state.trained))
-            lines += sorted(
-                f"{name} in group {number}" for number, names in groups for name in names
-            )
+            for number, names in enumerate(names_by_group(optimizer, self.state.trained)):
+                facts |= {f"group of {name}": number for name in names}
             # others may have other state on each rank
             is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
             for name, parameter in self.state.trained.items() if is_of_torch else ():
@@ -162,9 +160,7 @@ class Settings:
                     f"{key} of {name}": value
                     for key, value in sorted(optimizer.state.get(parameter, {}).items())
                 }
-        return lines + [
-            f"{name} with checksum {_checksum(value)}" for name, value in tensors.items()
-        ]
+        return facts | {name: _checksum(value) for name, value in tensors.items()}
 
 
 class Unchecked(Settings):
@@ -259,4 +255,4 @@ def _checksum(value: Any) -> str:
     """Returns a sum of the bits of a tensor; of a shard or another kind of tensor, none."""
     if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
         return str(value) if isinstance(value, (int, float)) else "unknown"
-    return f"{int(checksum([value.contiguous()]))}{' trained' * value.requires_grad}"
+    return f"checksum {int(checksum([value.contiguous()]))}{' trained' * value.requires_grad}"

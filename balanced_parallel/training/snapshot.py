@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..batch.containers import leaves
 from ..batch.rows import Batch, move_leaves
-from ..replicas.module_tree import copy_state
+from ..runtime.module_state import copy_state
 from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import parameters_of, versions
 

@@ -43,7 +43,7 @@ from ..batch.rows import (
 from ..loss.copies import Calls
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import LoggedMeans
-from ..loss.kinds import Kind, OneCount
+from ..loss.kinds import Kind
 from ..loss.names import SumName, compare_names
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
@@ -373,7 +373,7 @@ class Accumulation(Attempt):
         plan = self.plan(run)  # the targets to count are known after it
         kind = self.kind.of_batch(run.batch.counted_targets, is_whole=run.is_whole)
         is_only = run.is_whole and len(plan) == 1 and not self._has_kind
-        compute = kind.sums_of_only if is_only and isinstance(kind, OneCount) else kind.sums
+        compute = kind.sums_of_only if is_only else kind.sums
         self._has_kind = True
         self._add_weight(kind.weight)
         self._is_mean = self._is_mean and kind.is_mean

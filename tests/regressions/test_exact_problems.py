@@ -459,8 +459,8 @@ def is_refused(name, strategy, way, cuts):
     """Returns True for what ranks refuse with an error of its own."""
     if strategy == "fsdp" and (way == "asked" or name in NOT_SHARDED):
         return True
-    if name in ("counters and power iterations", "caches and flags") and 7 in cuts:
-        return True  # A rank needs rows first to know that there are numbers, or buffers.
+    if name == "caches and flags" and 7 in cuts:
+        return True  # A rank needs rows first to know that there are buffers.
     if name == "sparse gradients" and way == "asked":
         return True  # They are dense.
     return name in CHANGE or (name in PENALTIES and way in ("by hand", "asked") and 7 in cuts)

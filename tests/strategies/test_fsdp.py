@@ -298,8 +298,8 @@ def test_failures_have_clear_errors_and_the_step_can_be_repeated(rank):
     learned = nn.AdaptiveLogSoftmaxWithLoss(5, 5, cutoffs=[2])
     model, criterion = shard(build_net(), learned)
     with pytest.raises(
-        TypeError,
-        match=r"the criterion has a parameter head\.weight to train, which is not sharded.*call requires_grad_\(False\)",
+        ValueError,
+        match=r"the criterion has a parameter of shape \(3, 5\) to train, .*make it part of .*call requires_grad_\(False\)",
     ):
         TrainStep(model, criterion, sgd(model))
 

@@ -390,15 +390,15 @@ def test_equal_ranks_agree_in_one_all_gather(hosts):
         ("package", "balanced_parallel: .* on ranks 0, 1 and 0.0.1 on rank 2"),
         (
             "shape",
-            r"the first difference: 1.weight \[2, 3\] torch.float32 trained on ranks 0, 1 and 1.weight \[3, 3\] .* on rank 2",
+            r"tensor 1.weight: \[2, 3\] torch.float32 trained on ranks 0, 1 and \[3, 3\] .* on rank 2",
         ),
         (
             "frozen",
-            r"0.weight \[3, 4\] torch.float32 trained on ranks 0, 1 and 0.weight \[3, 4\] torch.float32 on rank 2",
+            r"tensor 0.weight: \[3, 4\] torch.float32 trained on ranks 0, 1 and \[3, 4\] torch.float32 on rank 2",
         ),
         (
             "missing",
-            r"1.weight \[2, 3\] torch.float32 trained on ranks 0, 1 and nothing more on rank 2",
+            r"tensor 1.weight: \[2, 3\] torch.float32 trained on ranks 0, 1 and nothing on rank 2; .*",
         ),
     ],
 )

@@ -18,6 +18,7 @@ from helpers.steps import parallel_step
 from torch import nn
 
 from balanced_parallel import (
+    DataParallelCriterion,
     DataParallelModel,
     TrainStep,
     parallelize,
@@ -184,3 +185,27 @@ def test_a_rank_without_rows_gets_the_buffers_that_a_forward_of_others_has_made(
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(dict(model.module.named_buffers()), dict(plain.named_buffers()))
     assert "seen" not in model.module.state_dict()
+
+
+class Counting(nn.MSELoss):
+    """Counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output, target):
+        self.calls += 1
+        return super().forward(output, target)
+
+
+@on_ranks(2)
+def test_a_criterion_that_counts_comes_after_a_forward_by_hand(rank):
+    """The numbers of the criterion were not read before that forward, which has no backward."""
+    rows = 3 * rank
+    model = parallelize(nn.Linear(4, 2), device_ids=["cpu"], strategy="ddp")
+    model(torch.randn(rows, 4))
+    criterion = DataParallelCriterion(Counting())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+    step(torch.randn(rows, 4), torch.randn(rows, 2))
+    assert criterion.module.calls == 1

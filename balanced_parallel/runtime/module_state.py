@@ -1,0 +1,98 @@
+"""State of modules that a forward changes: buffers, and numbers in attributes, such as counters."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .devices import Devices, move
+from .random_numbers import RandomState
+from .torch_private import NormWithStatistics, buffers_of, foreach_copy_
+
+
+def advancing_buffers(part: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that a forward may advance, but for flags, which it sets once, those that
+    are trained, class weights, and the statistics of norms.
+    """
+    if type(part).__module__ == "torch.nn.modules.loss" or isinstance(part, NormWithStatistics):
+        return {}
+    return {
+        name: buffer
+        for name, buffer in buffers_of(part).items()
+        if buffer is not None
+        and not (buffer.requires_grad or buffer.dtype in (torch.bool, torch.uint8))
+    }
+
+
+@torch.no_grad()
+def are_close(tensor: Tensor, other: Tensor) -> bool:
+    """Returns True if two tensors of any devices have the same values, or none, as in a trace.
+
+    The host waits.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return True
+    return bool(torch.isclose(move(other, tensor.device), tensor, equal_nan=True).all())
+
+
+def numbers_of(part: nn.Module) -> dict[str, int | float]:
+    """Returns the attributes that are numbers, such as counters.
+
+    Those of torch's modules change in no forward.
+    """
+    if _is_of_torch(type(part)):  # type: ignore[arg-type]  # Its stub takes the hash for that of instances.
+        return {}
+    return {name: value for name, value in vars(part).items() if type(value) in (int, float)}
+
+
+@functools.cache
+def _is_of_torch(kind: type) -> bool:
+    """Returns True for a class without bases elsewhere. FSDP2 makes subclasses in torch."""
+    names = ("torch.", "balanced_parallel.", "builtins")
+    return all(base.__module__.startswith(names) for base in kind.__mro__)
+
+
+def copy_state(module: nn.Module) -> Callable[[], None]:
+    """Copies the buffers and the numbers of a module. Returns a function that puts them back.
+
+    Buffers that a forward has replaced are the former tensors again, those it has added are gone.
+    """
+    parts = [(part, numbers_of(part), buffers_of(part).copy()) for part in module.modules()]
+    tensors = [each for _, _, buffers in parts for each in buffers.values() if each is not None]
+    copies = [each.detach().clone() for each in tensors]
+
+    @torch.no_grad()
+    def put() -> None:
+        for part, numbers, buffers in parts:
+            vars(part).update(numbers)
+            buffers_of(part).clear()
+            buffers_of(part).update(buffers)
+        foreach_copy_(tensors, copies)
+
+    return put
+
+
+@contextmanager
+def without_trace(module: nn.Module, devices: Devices) -> Iterator[None]:
+    """Surrounds a forward that leaves no trace: random numbers and numbers of the module are put
+    back, and buffers are replaced by copies in the block.
+    """
+    random_numbers = RandomState(devices)
+    numbers = [(vars(part), numbers_of(part)) for part in module.modules()]
+    buffers = [
+        (part, name, buffer)
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    for part, name, buffer in buffers:
+        setattr(part, name, buffer.clone())
+    try:
+        yield
+    finally:
+        random_numbers.restore()
+        for attributes, before in numbers:
+            attributes.update(before)
+        for part, name, buffer in buffers:
+            setattr(part, name, buffer)
