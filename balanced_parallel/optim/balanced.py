@@ -218,6 +218,13 @@ class BalancedOptimizer(torch.optim.Optimizer):
         if hasattr(self.recipe.optimizer_class, "eval"):
             self.shards.run(operator.methodcaller("eval"))
 
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Returns a copy of the whole gradient of one of the model's parameters, or None.
+
+        Every rank must call this.
+        """
+        return None if parameter.grad is None else _whole(parameter.grad).clone()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters and of their shards."""
         self.shards.zero_grad(set_to_none)
