@@ -24,8 +24,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
-from balanced_parallel.loss.kinds import KnownMean
-from balanced_parallel.loss.sums import LossSum
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -178,43 +176,3 @@ def test_random_splits_equal_the_plain_program(ranks, examples):
     check()
     assert len(checked) >= examples
     assert min(checked) > 0
-
-
-def test_comparison_detects_a_mean_of_means(monkeypatch):
-    def mean_of_means(sums, device, minimum):
-        return sum(one.total / one.weight for one in sums) / len(sums)
-
-    monkeypatch.setattr("balanced_parallel.loss.kinds.divide_once", mean_of_means)
-    with pytest.raises(AssertionError, match="not close"):
-        test_three_replicas_equal_the_plain_program("MSELoss", 7)
-
-
-def test_comparison_detects_division_by_the_number_of_micro_batches(monkeypatch):
-    """Divides as most loops by hand do: the mean of each micro-batch over the number of micro-batches."""
-    run = KnownMean.sums
-
-    def means(self, *arguments):
-        return [LossSum(one.total / one.weight, 1.0) for one in run(self, *arguments)]
-
-    monkeypatch.setattr(KnownMean, "sums", means)
-    monkeypatch.setattr(KnownMean, "weight_of", lambda self, targets: None)
-    case = Case("mlp", "CrossEntropyLoss", 0.0, 1, None, [[3, 1]], False)
-    with pytest.raises(AssertionError, match="not close"):
-        check_case(0, case)
-
-
-def test_comparison_detects_numbers_that_do_not_follow_the_rows(monkeypatch):
-    """Numbers the rows of each shard from zero."""
-    from balanced_parallel.reproducible.row_random import (
-        Forward,  # The tests of the core have none.
-    )
-
-    begin = Forward.__init__
-    monkeypatch.setattr(
-        Forward,
-        "__init__",
-        lambda self, update, rows, *others: begin(self, update, range(len(rows)), *others),
-    )
-    case = Case("mlp", "MSELoss", 0.0, 2, 1, [[5]], True, dropout=True)
-    with pytest.raises(AssertionError, match="not close"):
-        check_case(0, case)

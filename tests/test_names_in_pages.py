@@ -68,34 +68,6 @@ def test_names_exist(page):
     ] == []
 
 
-def test_missing_names_are_found():
-    exist = (
-        "batch/rows.py",
-        "balanced_parallel/replicas/",
-        "memory.estimate",
-        "BalancedOptimizer.step()",
-    )
-    exist += (
-        "LossSum(total, weight)",
-        "GradientSync",
-        "model(inputs)",
-        "torch.cuda.nccl",
-        "grad=None",
-    )
-    lack = (
-        "batch/row.py",
-        "balanced_parallel/copies/",
-        "memory.estimates",
-        "BalancedOptimizer.steps()",
-    )
-    lack += "LossTotal(total, weight)", "GradientSyncs"
-    assert [name for name in exist + lack if is_missing(name)] == list(lack)
-
-
-def test_code_in_backticks_is_found():
-    assert names("`a.b` and `c`\n```python\n`d`\n```\n`tests/<folder>`") == ["a.b", "c"]
-
-
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
@@ -154,8 +126,3 @@ def test_the_first_day_says_how_long_files_and_paths_are():
     }.items():
         numbers = re.search(pattern, (ROOT / "tests" / file).read_text(encoding="utf-8")).groups()
         assert all(re.search(rf"\b{number}\b", CONTRIBUTING) for number in numbers), numbers
-
-
-def test_words_of_code_are_found():
-    source = '"""Doc."""\nfrom a import b  # comment\nx = f"call {b} or c"\n'
-    assert words(source) == {"from", "a", "import", "b", "x", "f", "call", "or", "c"}

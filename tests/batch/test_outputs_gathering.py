@@ -54,14 +54,6 @@ def test_scatter_and_gather_keep_hugging_face_outputs():
     assert [type(piece) for piece in scatter(batch, ["cpu"] * 2)] == [BatchEncoding] * 2
 
 
-def test_gather_along_another_dimension_and_with_empty_shards():
-    assert gather([torch.ones(2, 3), torch.zeros(2, 1)], dim=1).tolist() == [[1, 1, 1, 0]] * 2
-    assert gather([torch.ones(0, 3), torch.zeros(1, 3)], "cpu").shape == (1, 3)
-    assert gather([torch.tensor(3.0)], dim=1).tolist() == [
-        3.0
-    ]  # torch raises for scalars unless dim is 0
-
-
 @pytest.mark.parametrize(
     ("outputs", "error", "message"),
     [

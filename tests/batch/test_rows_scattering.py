@@ -1,6 +1,5 @@
 """Scattering: sizes of shards, values without rows, errors for inputs with different numbers of rows."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from helpers.optimizers import sgd
 from helpers.steps import still_step
-from helpers.traffic import NAMES, devices_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -21,7 +19,6 @@ from balanced_parallel import (
     Whole,
     gather,
     scatter,
-    simulate,
 )
 from balanced_parallel.batch.plan import split_sizes
 
@@ -67,35 +64,6 @@ def test_rows_of_devices():
     ]
 
 
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclasses.dataclass
-class Batch:
-    images: torch.Tensor
-    names: list
-    scale: torch.Tensor
-    epoch: int = 3
-
-
-def test_scatter_splits_values_with_rows_and_passes_others_whole():
-    x = torch.arange(18.0).view(9, 2)
-    names = [f"row {row}" for row in range(9)]
-    batch = Batch({"a": (x, Point(x + 1, None))}, names, torch.tensor(2.0))
-    pieces = scatter(batch, CPUS)
-    assert [len(piece.names) for piece in pieces] == [3, 2, 2, 2]
-    assert pieces[1].names == ["row 3", "row 4"]
-    assert torch.equal(pieces[1].images["a"][1].x, x[3:5] + 1)
-    assert all(type(piece.images["a"][1]) is Point for piece in pieces)
-    assert all(piece.scale is batch.scale for piece in pieces)
-    assert all(piece.epoch == 3 for piece in pieces)
-    whole = gather(pieces)
-    assert torch.equal(whole.images["a"][0], x)
-    assert whole.names == names
-
-
 def test_different_numbers_of_rows_raise_an_error_that_names_both_inputs():
     with pytest.raises(
         ValueError,
@@ -126,22 +94,6 @@ def test_split_by_weights_skips_devices_of_weight_zero():
     for split in ([1], [1, -1, 1], [0, 0, 0], [0, 1, 1], "memory", [1, float("nan"), 1]):
         with pytest.raises(ValueError, match="split=.*expected None or one weight per device"):
             scatter(torch.zeros(8, 1), ["cpu"] * 3, split=split)
-
-
-def test_scatter_and_gather_move_all_tensors_of_a_structure():
-    with simulate(3) as cluster:
-        sample = Batch(torch.zeros(7), list("abcdefg"), torch.ones(7))
-        batch = {"x": torch.arange(7.0), "pair": (torch.ones(7, 2), None), "sample": sample}
-        pieces = scatter(batch, cluster.devices)
-        for piece, name in zip(pieces, NAMES, strict=True):
-            assert devices_of([piece["x"], piece["pair"][0], piece["sample"].images]) == [name] * 3
-        back = gather(pieces, "cpu")
-        assert back["x"].equal(batch["x"])
-        assert back["sample"].names == list("abcdefg")
-        assert {
-            ends for ends in cluster.moved if "cpu" not in ends
-        } == set()  # only between the CPU and each device
-        assert devices_of(scatter(torch.ones(6, device="sim:1"), cluster.devices)) == NAMES
 
 
 def test_targets_without_inputs_raise_an_error():

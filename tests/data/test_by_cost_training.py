@@ -61,27 +61,6 @@ def test_equal_to_the_whole_padded_batch(double, kind, devices):
         )  # each has a length of its own
 
 
-def test_the_devices_of_a_micro_batch_have_neighbours_in_the_order_of_costs():
-    _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, micro_batch_size=3)(
-        make_samples(), return_outputs=True
-    )
-    assert [(len(output), output.size(2)) for output in outputs] == [
-        (2, 30),
-        (3, 9),
-        (3, 5),
-        (3, 3),
-    ]
-    _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, limit=30)(
-        make_samples(), return_outputs=True
-    )
-    assert [(len(output), output.size(2)) for output in outputs] == [
-        (1, 30),
-        (1, 17),
-        (3, 9),
-        (6, 5),
-    ]
-
-
 def test_a_cut_is_a_setting_and_keeps_no_sample():
     step = make_step(build(), **SAMPLES)
     before = dict(vars(step.cut))

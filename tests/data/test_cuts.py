@@ -66,21 +66,19 @@ def test_largest_cost_is_that_of_the_best_partition(
         assert largest(cut, costs, combine or padded) <= limit * best, (costs, shards, cut)
 
 
-def test_rows_are_sorted_and_equal_costs_keep_their_order() -> None:
-    assert cut_by_cost([3, 9, 2, 3, 2, 4], 3) == [[1], [5, 0], [3, 2, 4]]
-    assert cut_by_cost([5, 5, 5, 5], 2) == [[0, 1], [2, 3]]
-    assert cut_by_cost([7, 7], 4) == [[0], [1]]
-    assert cut_by_cost([], 4) == [] == cut_to_budget([], 4)
-    assert cut_by_cost([10, 10, 10, 10], 3) == [
-        [0],
-        [1],
-        [2, 3],
-    ]  # two shards would do, but no device is idle
+def test_a_row_over_the_budget_is_named() -> None:
+    with pytest.raises(ValueError, match="row 2 alone costs 30, expected at most the budget of 24"):
+        cut_to_budget([3, 4, 30], 24)
 
 
-def test_shards_of_at_most_so_many_rows() -> None:
-    assert cut_by_cost([8, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4]]
-    assert cut_by_cost([8, 1, 1, 1, 1], 2, most_rows=3) == [[0, 1], [2, 3, 4]]
+@pytest.mark.parametrize("cost", [-1, math.nan, math.inf])
+def test_a_cost_out_of_range_is_named(cost: float) -> None:
+    for cut in (lambda costs: cut_by_cost(costs, 2), lambda costs: cut_to_budget(costs, 9)):
+        with pytest.raises(
+            ValueError,
+            match=f"the cost of row 1 is {cost}, expected a finite number that is not negative",
+        ):
+            cut([3, cost])
 
 
 @pytest.mark.parametrize(
@@ -99,18 +97,3 @@ def test_shards_within_a_budget(combine: Callable[[Sequence[float]], float] | No
             if any(largest(g, costs, combine or padded) <= 24 for g in partitions(len(costs), n))
         )
         assert len(cut) <= fewest + (combine is not None)
-
-
-def test_a_row_over_the_budget_is_named() -> None:
-    with pytest.raises(ValueError, match="row 2 alone costs 30, expected at most the budget of 24"):
-        cut_to_budget([3, 4, 30], 24)
-
-
-@pytest.mark.parametrize("cost", [-1, math.nan, math.inf])
-def test_a_cost_out_of_range_is_named(cost: float) -> None:
-    for cut in (lambda costs: cut_by_cost(costs, 2), lambda costs: cut_to_budget(costs, 9)):
-        with pytest.raises(
-            ValueError,
-            match=f"the cost of row 1 is {cost}, expected a finite number that is not negative",
-        ):
-            cut([3, cost])

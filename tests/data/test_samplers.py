@@ -4,7 +4,6 @@ import random
 from itertools import chain
 
 import pytest
-import torch
 from helpers.ranks import run_ranks
 from helpers.steps import train_over
 from torch.utils.data import DataLoader
@@ -62,16 +61,6 @@ def test_any_number_of_ranks_has_the_same_batches_without_padding_or_repeated_ro
         assert [sorted(batch) for batch in batches] == [
             sorted(batch) for batch in effective_batches(plain)
         ]
-
-
-def test_the_order_depends_on_seed_and_epoch_alone():
-    epochs = [effective_batches(samplers) for samplers in [make_samplers(1)] for _ in range(3)]
-    others = [effective_batches(make_samplers(1, seed)) for seed in (1, 2, 2**33 + 5)]
-    assert len({str(batches) for batches in epochs + others}) == 6
-    torch.manual_seed(77)
-    state = torch.get_rng_state()
-    assert effective_batches(make_samplers(2)) == epochs[0]
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("make", [make_samplers, make_balanced_samplers])

@@ -16,7 +16,6 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -208,16 +207,6 @@ def test_other_errors_of_samplers():
         ValueError, match="drew 19 entries in epoch 1, .*expected 20 rows in each epoch"
     ):
         list(shrinking)
-
-
-def test_a_loader_takes_batches():
-    rows = TensorDataset(torch.arange(ROWS))
-    right = DataLoader(rows, batch_sampler=RankBatchSampler(rows, 8, 0))
-    assert [len(batch) for (batch,) in right] == [8, 8, 4]
-    bulk = DataLoader(
-        rows, sampler=RankBatchSampler(rows, 8, 0), batch_size=None
-    )  # takes each list as the rows of a batch
-    assert [len(batch) for (batch,) in bulk] == [8, 8, 4]
 
 
 def losses_of(rank):

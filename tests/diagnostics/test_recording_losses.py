@@ -128,28 +128,6 @@ def test_errors_of_a_criterion_on_parts_are_a_reason():
 # Reasons that would be false
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6), (torch.float32, 1e-9)]
-)
-def test_rounding_of_the_dtype_is_the_only_reason(dtype, tolerance):
-    net = build_net().to(dtype)
-    inputs = torch.randn(64, 4).to(dtype)
-    targets = class_targets(64)
-    report = verify(
-        net,
-        lambda output, target: F.cross_entropy(output, target),
-        inputs,
-        targets,
-        device_ids=CPUS,
-        tolerance=tolerance,
-    )
-    name = str(dtype).removeprefix("torch.")
-    assert report.reasons == (
-        f"rounding: the errors are within the rounding of {name}, or of a part that casts to float32: compare in float64 "
-        "(model.double()), or give tolerance=",
-    )
-
-
 def test_a_wrong_mean_has_no_reason_in_half_precision():
     """The errors of parts are within the tolerance, and the report says to compare in float64."""
     inputs = torch.randn(64, 4)

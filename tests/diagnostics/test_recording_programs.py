@@ -3,11 +3,10 @@
 import pytest
 import torch
 from helpers.loops import Calls
-from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, check, flat_loss, time_major
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, verify
+from balanced_parallel import DataParallelModel, verify
 from balanced_parallel.diagnostics.recording import relative_error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -26,30 +25,6 @@ def test_the_first_difference_is_found_with_rows_in_dimension_1():
     net.output = nn.Sequential(nn.Dropout(0.5), net.output)
     report = verify(DataParallelModel(net, CPUS, dim=1), flat_loss, inputs, targets)
     assert report.first_difference.startswith("output.0 (Dropout): relative error")
-
-
-class WithLossModule(nn.Module):
-    """A model that computes its loss in a submodule, as models of Hugging Face do: the submodule's output has no rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
-        self.loss = nn.CrossEntropyLoss()
-
-    def forward(self, inputs, targets):
-        return self.loss(self.net(inputs), targets)
-
-
-def test_a_loss_inside_of_the_model_has_no_rows_to_compare():
-    batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
-
-    def verified(weight):
-        criterion = DataParallelCriterion(lambda loss, targets: loss, weight=weight)
-        return verify(WithLossModule(), criterion, batch, batch["targets"], device_ids=CPUS)
-
-    (reason,) = verified("rows").reasons  # it was "no known reason"
-    assert reason.startswith("the model computes its own loss, whose divisor is not weight=: ")
-    assert verified(lambda loss, targets: (targets != -100).sum()).equal
 
 
 def test_gradients_of_buffers_are_compared():

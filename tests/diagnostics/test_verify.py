@@ -8,15 +8,12 @@ import torch
 import torch.nn.functional as F
 from helpers.loops import Calls
 from helpers.problems import build_net, class_targets
-from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
+from helpers.verification import CPUS, check, contrastive_loss
 from torch import nn
 
 from balanced_parallel import (
-    Along,
     DataParallelCriterion,
     DataParallelModel,
-    Rows,
-    Whole,
     convert_sync_batchnorm,
     simulate,
     verify,
@@ -79,35 +76,6 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_equal():
     assert report.equal, report  # the errors of 0.bias and 3.bias were 1e-3
 
 
-def test_programs_with_rows_in_dimension_1_are_equal():
-    net, inputs, targets = time_major()
-
-    def kept(output, target):
-        return target.numel()
-
-    wrapped = (
-        DataParallelModel(net, CPUS, dim=1),
-        DataParallelCriterion(flat_loss, dim=1, weight=kept),
-    )
-    assert verify(*wrapped, inputs, targets).equal
-    report = verify(*wrapped, inputs, targets, micro_batch_size=1)
-    assert report.equal
-    assert report.micro_batches == 3
-
-
-def test_a_model_that_computes_its_loss_needs_no_targets():
-    inputs = {"x": torch.randn(7, 4), "labels": class_targets(7)}
-    criterion = DataParallelCriterion(
-        lambda output: output["loss"], weight=lambda output: len(output["labels"])
-    )
-    model = Calls(
-        lambda net, x, labels: {"loss": F.cross_entropy(net(x), labels), "labels": labels}
-    )
-    report = verify(model, criterion, inputs, device_ids=CPUS)
-    assert report.equal
-    assert "labels" not in report.gradient_errors
-
-
 def test_the_table_has_the_ten_largest_errors():
     report = check(
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 5)),
@@ -117,45 +85,6 @@ def test_the_table_has_the_ten_largest_errors():
     assert sum("<-" in line for line in lines) == 1 + 10  # the loss, and ten gradients
     assert "... and 10 more" in lines
     assert len(report.gradient_errors) == 20
-
-
-def two_means(output, target):
-    some = target.sum(1) > 2.5
-    return {
-        "all": F.mse_loss(output, target),
-        "some": output[some].pow(2).sum() / some.sum().clamp(min=1),
-    }
-
-
-COUNTS = {"all": len, "some": lambda target: (target.sum(1) > 2.5).sum()}
-
-
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_batch_size):
-    x = torch.randn(11, 4)
-    target = torch.rand(11, 5)
-    clips = [torch.randn(length, 4) for length in range(1, 12)]
-    several = DataParallelCriterion(two_means, weight=COUNTS, minimum=1)
-    assert verify(
-        DataParallelModel(build_net(), CPUS), several, x, target, micro_batch_size=micro_batch_size
-    ).equal
-    of_clips = Calls(
-        lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips])
-    )
-    model = DataParallelModel(of_clips, CPUS)
-    scale = Whole(torch.rand(5))
-    report = verify(
-        model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size
-    )
-    assert report.equal, report
-
-    x = torch.randn(5, 11, 4)
-    target = torch.randint(5, (5, 11))
-    explicit = DataParallelCriterion(flat_loss, weight="rows")
-    model = DataParallelModel(build_net(), CPUS, out_dims=1)
-    marked = Along(x, 1), Along(target, 1)
-    report = verify(model, explicit, *marked, micro_batch_size=micro_batch_size)
-    assert report.equal, report
 
 
 EQUAL = VerificationReport(("cpu",), 2, 1e-10, 1.5, 1.5, 0.0, {"weight": 1e-16}, None, ())
@@ -211,21 +140,6 @@ def test_a_coupled_loss_with_dropout_is_equal_by_row():
         micro_batch_size=2,
         reproducible=True,
     ).equal
-
-
-def test_random_numbers_by_row_are_not_blamed():
-    def layers(function):
-        return nn.Sequential(
-            nn.Linear(4, 6), nn.Dropout(0.5), Calls(lambda _, x: function(x)), nn.Linear(6, 5)
-        )
-
-    (reason,) = check(layers(lambda x: x - x.mean(0)), reproducible=True).reasons
-    assert reason.startswith("forward mixes rows, in 2 (Calls)")
-    assert check(layers(torch.tanh), reproducible=True).reasons == ()
-    with pytest.raises(
-        NotImplementedError, match="with reproducible=True its numbers cannot follow the rows"
-    ):
-        check(layers(lambda x: x + torch.poisson(x.detach().abs())), reproducible=True)
 
 
 def test_a_single_device_is_split_unless_it_is_given():

@@ -52,10 +52,6 @@ def train(model, optimizer, steps=4, clip=None, criterion=None):
         optimizer.step()
 
 
-def train_plain(net, optimizer, steps=2):
-    train(net, optimizer, steps, None, nn.CrossEntropyLoss())
-
-
 class ToStart(torch.optim.Optimizer):
     """SGD that pulls parameters to the values that they had when it was made, as L2-SP does."""
 

@@ -19,9 +19,3 @@ def settled(net, rows=6):
 
 def assert_follows(model, net, x):
     torch.testing.assert_close(outputs_of(model, x), net(x.to("sim:0")).cpu())
-
-
-def write_unseen(parameter, factor):
-    """Writes as a kernel would that torch knows nothing of."""
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
-        parameter.mul_(factor)

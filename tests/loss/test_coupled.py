@@ -1,21 +1,13 @@
 """``AdditiveLoss``: statistics of any structure, and errors in one line."""
 
-import copy
-
 import pytest
 import torch
-from helpers import coupled
 from helpers.coupled import (
-    assert_same_update,
     correlation_loss,
     correlation_statistics,
-    coupled_problem,
-    gradients_of,
 )
-from helpers.problems import build_net, gradients, whole_gradients
+from helpers.problems import build_net
 from helpers.ranks import run_ranks
-from helpers.steps import still_step
-from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import (
@@ -26,15 +18,6 @@ from balanced_parallel import (
     Rows,
     parallelize,
 )
-
-
-@pytest.mark.parametrize("kind", coupled.KINDS)
-@pytest.mark.parametrize("devices", [1, 3])
-def test_a_criterion_alone_has_the_graph_of_all_outputs(kind, devices):
-    module, criterion, inputs, targets = coupled_problem(kind)
-    loss = criterion(DataParallelModel(module, ["cpu"] * devices)(inputs), targets)
-    loss.backward()
-    assert_same_update((loss.detach(), gradients_of(module, criterion)), coupled.plain_update(kind))
 
 
 def value_of(statistics, finish=torch.sum):
@@ -61,13 +44,6 @@ REFUSED = [
 def test_statistics_that_do_not_add_up_are_refused_in_the_first_batch(message, statistics):
     with pytest.raises((TypeError, ValueError), match=message):
         value_of(statistics)
-
-
-def test_statistics_may_be_numbers():
-    assert (
-        value_of(lambda output: (len(output), output.sum()), lambda total: total[1] / total[0])
-        == 19 / 5
-    )
 
 
 @pytest.mark.parametrize("setting", [{"weight": "rows"}, {"minimum": 1.0}, {"reduction": "sum"}])
@@ -100,33 +76,6 @@ def test_an_output_without_rows_must_be_the_same_everywhere():
         criterion(outputs.map(lambda output: (output, output.mean())))
 
 
-class ScaledErrors(AdditiveLoss):
-    """Squared errors, times a parameter in the statistics."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([2.0]))
-
-    def statistics(self, output, target):
-        return (self.scale * (output - target).square()).sum(), output.numel()
-
-    def finish(self, total):
-        return total[0] / total[1]
-
-
-def test_a_parameter_in_the_statistics_learns_from_the_only_shard():
-    net = build_net()
-    criterion = ScaledErrors()
-    inputs = torch.randn(4, 4)
-    target = torch.rand(4, 5)
-    loss = criterion(net(inputs), target)
-    (expected,) = torch.autograd.grad(loss, [criterion.scale])
-    assert_close(
-        still_step(net, DataParallelCriterion(criterion), 1)(inputs, target), loss.detach()
-    )
-    assert_close(criterion.scale.grad, expected)
-
-
 NAMES = ["a", "bb", "ccc", "dddd", "eeeee"]
 
 
@@ -152,42 +101,3 @@ def loss_of_named_rows(rank):
 def test_entries_of_all_ranks_are_in_the_order_of_the_rows():
     for loss, expected in run_ranks(2, loss_of_named_rows):
         assert_close(loss, expected)
-
-
-class Pairs(nn.Module):
-    """Two embeddings of each row, and a temperature, as in CLIP."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 3)
-        self.second = nn.Linear(4, 3)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, inputs):
-        return self.first(inputs), self.second(inputs), self.scale.exp()
-
-
-def contrastive(first, second, scale):
-    logits = scale * first @ second.T
-    return nn.functional.cross_entropy(logits, torch.arange(len(logits)))
-
-
-def check_temperature(rank, is_first_empty, strategy):
-    torch.manual_seed(0)
-    net = Pairs().double()
-    inputs = torch.randn(7, 4, dtype=torch.double)
-    plain = copy.deepcopy(net)
-    contrastive(*plain(inputs)).backward()
-    model, criterion = parallelize(
-        net, DataParallelCriterion(contrastive, whole=True), ["cpu"], strategy=strategy
-    )
-    rows = inputs[:0] if (rank == 0) == is_first_empty else inputs
-    criterion(model(rows)).backward()
-    for found, expected in zip(whole_gradients(net.parameters()), gradients(plain), strict=True):
-        assert_close(found, expected)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("is_first_empty", [False, True])
-def test_the_gradient_of_a_temperature_comes_from_the_ranks_with_rows(is_first_empty, strategy):
-    run_ranks(2, check_temperature, is_first_empty, strategy, timeout=60)

@@ -94,11 +94,6 @@ def test_flattened_targets_and_outputs_equal_the_plain_program():
         criterion(deep(x), target[:4])
 
 
-def test_losses_with_an_unknown_number_of_rows_have_equal_weights():
-    losses = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(6.0)]
-    assert DataParallelCriterion(lambda loss: loss, weight="rows")(losses).item() == 3.0
-
-
 @pytest.mark.parametrize(
     "loss",
     [
@@ -123,19 +118,6 @@ def test_class_weights_in_half_precision_keep_their_dtype():
     criterion = nn.CrossEntropyLoss(weight=torch.rand(5).half())
     found = DataParallelCriterion(criterion)([output[:4], output[4:]], target)
     assert_close(found, criterion(output, target).float(), rtol=2e-3, atol=0)
-
-
-def test_precision_sets_autocast_in_all_replicas():
-    seen = []
-
-    def criterion(output, target):
-        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
-        return output.mean()
-
-    DataParallelCriterion(criterion, weight=lambda *_: 1, precision="bf16")(
-        [torch.zeros(2), torch.zeros(1)], torch.zeros(3)
-    )
-    assert seen == [torch.bfloat16] * 2
 
 
 def test_invalid_criteria_and_outputs_raise_an_error():

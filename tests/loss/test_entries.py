@@ -19,10 +19,7 @@ from balanced_parallel import (
     DataParallelModel,
     TrainStep,
     parallelize,
-    simulate,
-    verify,
 )
-from balanced_parallel.loss.entries import plain_loss
 
 Named = collections.namedtuple("Named", ["ce", "loss"])
 
@@ -216,15 +213,6 @@ def test_a_step_trains_on_the_loss_and_returns_the_other_values(case, settings):
     check(case, replicas(["cpu"] * 3), **settings)
 
 
-@pytest.mark.parametrize("case", ["total and parts", "tuple", "all rows"])
-def test_other_modes(case):
-    with simulate(3):
-        check(case, replicas(["sim:0", "sim:1", "sim:2"]), micro_batch_size=2)
-    check(case, replicas(["cpu"]))
-    if case != "all rows":
-        check(case, replicas(["cpu"] * 2), micro_batch_size=2, reproducible="bits")
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @on_ranks(2)
 def test_ranks_also_without_rows(rank, strategy):
@@ -262,21 +250,6 @@ def test_a_loop_by_hand_gets_the_same_structure(case):
     assert pick(result).item() == pytest.approx(pick(expected).item(), rel=1e-12)
     gradients = [torch.autograd.grad(pick(value), net.parameters()) for value in (result, expected)]
     assert_close(*gradients, rtol=1e-10, atol=1e-12)
-
-
-def test_functions_of_sums_to_log_take_no_second_pass():
-    net = build_net()
-    inputs, targets = batch(0)
-    step = make_step(net, accuracy_without_a_graph, micro_batch_size=2)
-    forwards = []
-    net.register_forward_hook(lambda *_: forwards.append(1))
-    for _ in range(2):
-        forwards.clear()
-        expected = accuracy_without_a_graph(net(inputs), targets)
-        step(inputs, targets)
-        metrics = step.metrics()
-        assert metrics["share"] == pytest.approx(expected["share"].item(), rel=1e-12)
-    assert len(forwards) == 1 + 6  # The plain program, and three micro-batches on two devices.
 
 
 def total_beside_its_parts(output, target):
@@ -356,44 +329,12 @@ def test_a_number_that_differs_between_shards_is_refused_in_a_loop_by_hand(devic
     assert result["lr"].item() == pytest.approx(0.1)
 
 
-def test_verify_takes_the_loss_as_a_step_does():
-    net = build_net()
-    inputs, targets = batch(0)
-    report = verify(net, total_and_parts, inputs, targets, device_ids=["cpu"] * 3)
-    assert report.equal, report
-
-
 def test_a_loss_with_other_tensors_is_a_loss_alone():
     head = nn.AdaptiveLogSoftmaxWithLoss(4, 10, [5])
     loss = DataParallelCriterion(head)(
         DataParallelModel(nn.Identity(), ["cpu"] * 2)(batch(0)[0]), class_targets(ROWS)
     )
     assert loss.shape == ()
-
-
-def test_a_value_of_a_batch_that_is_not_split_needs_no_rule():
-    net = build_net()
-    inputs, targets = batch(0)
-    step = make_step(net, with_an_unknown_value, devices=1, lr=0.0)
-    result = step.criterion(step.model(inputs), targets)
-    assert result["largest"].item() == pytest.approx(net(inputs).square().amax().item())
-    step(inputs, targets)
-    assert step.metrics()["largest"] == pytest.approx(result["largest"].item())
-
-
-def test_the_plain_loss_of_several_terms_is_their_sum():
-    one = torch.tensor(1.0)
-    two = torch.tensor(2.0)
-
-    def loss(result):
-        return plain_loss(lambda output: result, None, ())
-
-    assert loss(one) is one
-    assert torch.equal(loss(Named(one, two)), two)
-    assert loss((one, two)) == 3
-    assert loss({"a": one, "b": {"c": two}}) == 3
-    with pytest.raises(TypeError, match="type str, expected a tensor with one element"):
-        loss("x")
 
 
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}], ids=str)

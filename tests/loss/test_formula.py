@@ -10,7 +10,6 @@ from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
     assert_equal,
-    assert_exact_update,
     assert_same_gradients,
     build_net,
     class_targets,
@@ -25,7 +24,6 @@ from torch import nn
 
 from balanced_parallel import (
     DataParallelCriterion,
-    DataParallelModel,
     TrainStep,
     parallelize,
     simulate,
@@ -193,16 +191,6 @@ def check_step(seed):
             assert_same_gradients(gradients(net, step.criterion), expected)
 
 
-def test_the_name_of_a_function_of_sums_does_not_matter():
-    def dice_loss(out, labels, values):
-        overlap = (out.sigmoid() * values).sum()
-        return 1 - 2 * overlap / (out.sigmoid().sum() + values.sum())
-
-    net, _, inputs, targets = problem(0, 7)
-    step = still_step(net, DataParallelCriterion(dice_loss), 2)
-    assert_exact_update(step, net, dice_loss, inputs, targets)
-
-
 @pytest.mark.parametrize("add", [True, False])
 def test_a_weight_that_learns_is_an_error(add):
     net, _, inputs, targets = problem(0, 7)
@@ -230,21 +218,6 @@ def add_parts(step, sizes):
 def test_any_function_of_sums_is_exact(seed):
     for part in range(5):
         check_step(1000 * part + seed)
-
-
-@pytest.mark.parametrize("seed", slow_but(range(20), 0, 1))
-def test_a_loop_by_hand_is_exact(seed):
-    for part in range(5):
-        net, criterion, inputs, targets = problem(1000 * part + seed, 7)
-        model = DataParallelModel(net, ["cpu"] * 3)
-        split = DataParallelCriterion(criterion)
-        loss, expected = plain_program(net, criterion, inputs, targets)
-        for rows in (inputs, inputs):
-            net.zero_grad(), criterion.zero_grad()
-            result = split(model(rows), *targets)
-            result.backward()
-            assert_equal(result.detach(), loss.detach())
-            assert_same_gradients(gradients(net, criterion), expected)
 
 
 @pytest.mark.parametrize("seed", slow_but(range(10), 0))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers.layouts import make_update
 from helpers.optimizers import sgd
 from helpers.plain import Plain
-from helpers.problems import assert_equal, assert_same_gradients, gradients
+from helpers.problems import assert_equal
 from helpers.ranks import run_ranks
 from helpers.slow import pairs
 from torch import nn
@@ -20,7 +20,6 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
-    gather,
     parallelize,
     simulate,
 )
@@ -216,24 +215,6 @@ def test_the_first_forward_by_hand_runs_again_and_leaves_no_trace():
     assert len(net.forwards) == 3
 
 
-def test_dropout_and_batch_norm_are_not_taken_for_rows_that_depend_on_each_other():
-    for more in ("dropout", "batch norm"):
-        net, *inputs = problem(more)
-        model = DataParallelModel(net, ["cpu"] * 2)
-        criterion = DataParallelCriterion(loss_inside)
-        criterion(model(*inputs)).backward()
-        assert all(module.training for module in net.modules())
-
-
-def test_an_evaluation_without_a_graph_has_the_loss_of_all_rows():
-    losses, _ = expected_of("nothing", updates=1)
-    net, *inputs = problem("nothing")
-    model = DataParallelModel(net.eval(), ["cpu"] * 3)
-    criterion = DataParallelCriterion(loss_inside)
-    with torch.no_grad():
-        assert [criterion(model(*inputs)).item() for _ in range(2)] == pytest.approx(losses * 2)
-
-
 def test_outputs_of_one_forward_may_be_used_twice():
     losses, _ = expected_of("root", updates=1)
     net, *inputs = problem("root")
@@ -248,24 +229,6 @@ def test_outputs_of_one_forward_may_be_used_twice():
     )
 
 
-def test_two_forwards_come_before_the_first_loss():
-    net, *inputs = problem("root")
-    others = [inputs[0].flip(0), inputs[1].roll(1, 0)]
-    expected = net(*inputs).loss + net(*others).loss ** 2
-    expected.backward()
-    gradients_of_both = gradients(net)
-    for _ in range(2):
-        net.zero_grad()
-        model = DataParallelModel(net, ["cpu"] * 3)
-        criterion = DataParallelCriterion(loss_inside)
-        first = model(*inputs)
-        second = model(*others)
-        loss = criterion(first) + criterion(second) ** 2
-        loss.backward()
-        assert_close(loss, expected)
-        assert_same_gradients(gradients(net), gradients_of_both)
-
-
 def test_outputs_are_those_of_the_forward_that_the_loss_is_of():
     net, *inputs = problem("dropout")
     model = DataParallelModel(net, ["cpu"] * 2)
@@ -278,20 +241,6 @@ def test_outputs_are_those_of_the_forward_that_the_loss_is_of():
     assert losses == pytest.approx(
         [F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()] * 2
     )
-
-
-def test_a_function_of_the_loss_inside_is_exact():
-    net, *inputs = problem("nothing")
-    loss = net(*inputs).loss.exp()
-    loss.backward()
-    expected = gradients(net)
-    net.zero_grad()
-    model = DataParallelModel(net, ["cpu"] * 3)
-    criterion = DataParallelCriterion(lambda output: output.loss.exp())
-    found = criterion(model(*inputs))
-    found.backward()
-    assert_close(found, loss)
-    assert_same_gradients(gradients(net), expected)
 
 
 class Denoiser(nn.Module):
@@ -391,15 +340,6 @@ def test_a_model_without_a_loss_is_not_noted_for_long():
         assert_close(criterion(model(inputs)), expected)
         assert len(net.forwards) == forwards
     assert not any(model(inputs).notes)
-
-
-def test_outputs_do_not_keep_the_batch():
-    net, tokens, _ = problem("nothing")
-    model = DataParallelModel(net, ["cpu"] * 2)
-    with torch.no_grad():
-        outputs = [model(tokens).logits for _ in range(2)]
-    assert not model.latest
-    assert gather(outputs[0]).shape == (7, 5, WORDS)
 
 
 def test_the_loss_of_a_compiled_model_is_refused():

@@ -1,8 +1,5 @@
 """The kind of a loss is chosen once, from the settings of a criterion, and no user of the criterion changes it."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +9,6 @@ from helpers.steps import still_step
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DiceLoss, verify
-from balanced_parallel.loss.comparison import ComparisonOfSums
-from balanced_parallel.loss.kinds import MeansInside, OneCount
 
 
 def two_means(output, target):
@@ -103,33 +98,3 @@ def test_every_kind_equals_the_plain_program_and_leaves_the_criterion_as_it_is(
             micro_batch_size=2,
         )
     assert all(vars(criterion)[key] is value for key, value in before.items())
-
-
-def test_two_steps_learn_on_their_own(net):
-    criterion = DataParallelCriterion(one_mean)
-    first, second = (still_step(net, criterion, 1, micro_batch_size=2) for _ in range(2))
-    first(torch.randn(5, 4), torch.randint(1, 3, (5,)))
-    assert [type(step._kind) for step in (first, second)] == [OneCount, MeansInside]
-    assert type(criterion.kind) is MeansInside
-
-
-def test_each_step_compares_its_own_first_batch_with_halves(net, monkeypatch):
-    compared = []
-    monkeypatch.setattr(ComparisonOfSums, "compare_sums", lambda self, *_: compared.append(self))
-    criterion = DataParallelCriterion(one_mean)
-    for _ in range(3):
-        still_step(net, criterion, 2)(torch.randn(4, 4), torch.randint(1, 3, (4,)))
-    assert len({id(loss) for loss in compared}) == 3
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))],
-    ids=["deepcopy", "pickle"],
-)
-@pytest.mark.parametrize("make", [nn.CrossEntropyLoss, DiceLoss, Shifted])
-def test_a_copy_has_a_kind_of_its_own_module(copied, make):
-    criterion = DataParallelCriterion(make())
-    other = copied(criterion)
-    assert other.kind is not criterion.kind
-    assert other.copies.criterion is other.module is not criterion.module

@@ -12,11 +12,9 @@ from torch.testing import assert_close
 from balanced_parallel import (
     AdditiveLoss,
     DataParallelCriterion,
-    DataParallelModel,
     PerReplica,
     Rows,
 )
-from balanced_parallel.loss.comparison import ComparisonOfSums
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -191,47 +189,6 @@ def test_a_criterion_that_changes_after_some_batches_is_compared_again(
         ValueError, match=r"does not add up over the rows|have different counts|for some rows"
     ):
         run()
-
-
-def test_terms_that_begin_later_and_add_up_are_exact():
-    later = Changing(lambda out, values: F.mse_loss(out, values) + 0.1 * out.abs().mean())
-    criterion = DataParallelCriterion(later)
-    inputs = torch.randn(12, 4)
-    values = torch.randn(12, 5)
-    model = DataParallelModel(build_net(), ["cpu"] * 3)
-    for number in range(6):
-        later.has_begun = number % 2 == 1
-        assert_close(criterion(model(inputs), values), later(model.module(inputs), values))
-
-
-def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):
-    class Counting(Changing):
-        calls = 0
-
-        def forward(self, output, values):
-            self.calls += 1
-            return super().forward(output, values)
-
-    criterion = DataParallelCriterion(Counting(None))
-    sums = []
-    monkeypatch.setattr(
-        ComparisonOfSums, "compare_sums", lambda self, *samples: sums.append(samples)
-    )
-    for _ in range(7):
-        criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
-    assert len(sums) == 3
-
-
-def test_a_batch_on_one_device_counts_for_no_check():
-    criterion = DataParallelCriterion(
-        lambda out, values: F.cross_entropy(out @ out.T, torch.arange(len(out)))
-    )
-    output = torch.randn(8, 5)
-    values = torch.randn(8, 5)
-    for _ in range(2):
-        criterion(PerReplica([output], [8]), values)
-    with pytest.raises(ValueError, match="does not add up over the rows"):
-        criterion(PerReplica(output.split(4), [4, 4]), values)
 
 
 def test_statistics_that_change_are_compared_again():

@@ -11,7 +11,6 @@ from torch import nn
 from balanced_parallel import (
     AdditiveLoss,
     DataParallelCriterion,
-    DataParallelModel,
     PerReplica,
     TrainStep,
     parallelize,
@@ -95,17 +94,6 @@ def test_a_loss_of_some_rows_of_the_batch_is_refused_in_the_first_update(
         ValueError, match=r"add up|for some rows, and .* for others|function of sums"
     ):
         step(*make_batch())
-
-
-@pytest.mark.parametrize("name", OF_THE_BATCH)
-def test_a_loss_of_some_rows_of_the_batch_is_refused_in_a_loop(name):
-    inputs, labels = make_batch()
-    with pytest.raises(
-        ValueError, match=r"add up|for some rows, and .* for others|function of sums"
-    ):
-        DataParallelCriterion(OF_THE_BATCH[name])(
-            DataParallelModel(build_net(), ["cpu"] * 3)(inputs), labels
-        )
 
 
 class Balanced(nn.Module):

@@ -10,16 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import (
-    LOSSES,
-    OnTop,
-    assert_equal,
     assert_same_gradients,
     build_net,
     class_targets,
     gradients,
-    make_targets,
     plain_program,
-    split_program,
 )
 from torch import nn
 from torch.testing import assert_close
@@ -36,25 +31,6 @@ from balanced_parallel import (
 )
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_on_simulated_devices_equal_the_plain_program(name):
-    """Unlike in the plain program, the user need not move a criterion to the device."""
-    build, kind = LOSSES[name]
-    module = OnTop(name)
-    criterion = build()
-    inputs = torch.randn(7, 4)
-    targets = make_targets(kind, 7, ignored=3)
-    loss, expected = plain_program(module, criterion, inputs, targets)
-    with simulate(3):
-        found, found_gradients = split_program(
-            module.to("sim:0"), criterion, inputs, targets, DataParallelModel(module)
-        )
-        assert_equal(found.cpu(), loss)
-        assert_same_gradients(
-            [None if gradient is None else gradient.cpu() for gradient in found_gradients], expected
-        )
 
 
 def test_weight_of_dense_targets_excludes_ignored_labels():

@@ -49,14 +49,6 @@ def test_stream_does_not_reuse_the_memory_of_another():
     assert replay(events, sizes, 30 * MIB, [1, 0]).reserved == 20 * MIB
 
 
-def test_block_above_1_mib_keeps_a_remainder_of_up_to_1_mib():
-    assert replay([1], [16_000_000]) == ([16 * MIB], 16 * MIB)
-    assert replay([1, 2, 3], [12 * MIB, 3 * MIB, MIB // 2]) == (
-        [12 * MIB, 15 * MIB, 15 * MIB + MIB // 2],
-        34 * MIB,
-    )
-
-
 def test_expandable_segments_grow_at_their_end_and_give_back_pages():
     def reserved(events, sizes, capacity=None):
         found = replay(events, sizes, capacity, expandable=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +9,11 @@ from helpers.ranks import run_ranks
 from helpers.slow import slow
 from torch import nn
 
-from balanced_parallel import memory, simulate
-from balanced_parallel.memory import candidates, planning
-from balanced_parallel.memory import savings as savings_of_plans
+from balanced_parallel import memory
+from balanced_parallel.memory import candidates
 from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.problem import Problem
-from balanced_parallel.memory.trace.stacks import find_repeated
 from balanced_parallel.runtime.values import format_bytes
-from balanced_parallel.savings import saving
 
 WIDTH = 64
 
@@ -120,15 +116,6 @@ def test_lines_of_fsdp_run_on_ranks():
         assert sizes == [plan.micro_batch_size] * 2
 
 
-def test_lines_run_as_they_stand_on_devices_of_the_capacity():
-    plan = planned("1GiB")
-    assert any("betas=(0.9, 0.99)" in line for line in plan.lines)
-    with simulate(2, plan.capacity[0]):
-        loss, step = run_lines(plan.lines, batch(64))
-        assert loss == pytest.approx(plain_loss(64), rel=1e-4)
-        assert step.micro_batch_size == plan.micro_batch_size
-
-
 def test_frozen_weights_are_no_traffic_of_an_update():
     """They were counted with each update, and shards with offloading were chosen where replicas fit."""
     net = Wide()
@@ -224,62 +211,6 @@ def test_the_text_has_at_most_100_columns_and_begins_with_the_verdict(capacity, 
 
 
 @pytest.mark.slow
-def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
-    jobs = []
-    run = candidates.try_traces
-    monkeypatch.setattr(candidates, "try_traces", lambda more: jobs.extend(more) or run(more))
-    plan = memory.plan(
-        Wide(),
-        nn.MSELoss(),
-        *batch(4),
-        capacity="64KiB",
-        devices=2,
-        batch_size=64,
-        device_kind="sim",
-    )
-    assert not plan.fits
-    assert len(jobs) <= 28
-    names = {
-        "FSDP2, fused optimizer, selective checkpoints",
-        "FSDP2, fused optimizer, checkpointed blocks, bf16",
-    }
-    assert names.issubset(plan.untried)
-
-
-def test_options_without_a_chance_are_not_traced():
-    """An option that fits at once gets no checkpoints; large tensors leave no room for an update."""
-    problem = Problem(Wide(), nn.MSELoss(), *batch(4))
-    request = make_request(problem, layout="replicas", devices=2, device_kind="a100")
-    costly, spread = savings_of_plans.OFFLOADED, savings_of_plans.SPREAD
-    search = candidates.Search(request, [2**30] * 2, 64, 1)
-    plain, offloaded, balanced = search._make([(), (costly,), (spread, costly)])
-    assert search._has_a_chance(offloaded)
-    search.choices[plain] = SimpleNamespace(micro_batches=1)
-    assert not search._has_a_chance(offloaded)
-    assert search._has_a_chance(balanced)
-    small = candidates.Search(request, [STATE] * 2, 64, 1)
-    first, last = small._make([(), (savings_of_plans.SHARDS,)])
-    assert not small._has_a_chance(first)
-    assert small._has_a_chance(last)
-    assert "optimizer state take" in small.skipped["replicas"]
-
-
-@pytest.mark.slow
-def test_blocks_that_share_buckets_are_traced_by_few_of_them_if_not_one_row_fits():
-    """Halves of one bucket of all parameters do not repeat with the blocks."""
-    problem = Problem(Wide(blocks=10), nn.MSELoss(), *batch(4))
-    request = make_request(
-        problem, layout="replicas", devices=2, device_kind="sim", balanced_optimizer=True
-    )
-    assert find_repeated(request) is None
-    exact, rough = (candidates.Option((), request, (size,) * 2, 4) for size in (2**30, 2**20))
-    assert exact.choose(exact).fits
-    assert not rough.choose(rough).fits
-    assert [each.request.bucket_bytes for each in (exact, rough)] == [None, 0]
-    assert rough.needs() <= exact.needs() <= rough.needs() + 2 * exact.parameters
-
-
-@pytest.mark.slow
 def test_the_number_of_devices_is_solved_for():
     small = functools.partial(planned, int(0.2 * STATE), precision="fp16")
     plan = small()
@@ -290,39 +221,3 @@ def test_the_number_of_devices_is_solved_for():
     assert f"nearest that does: {count} devices of" in plan.verdict
     assert small(devices=count, batch_size=count).fits
     assert not small(devices=count - 1, batch_size=count - 1).fits
-
-
-@pytest.mark.slow
-def test_a_new_saving_is_two_objects(monkeypatch):
-    """It is tried, skipped or chosen, and its lines are written, although nothing else knows it."""
-
-    def shrink(module):
-        module.layers = module.layers[:1]
-
-    line = "module.layers = module.layers[:1]"
-    fewer = saving.Saving("shrink", "fewer layers", "another model", change_module=shrink)
-    place = next(
-        place
-        for place, each in enumerate(savings_of_plans.PLANNED)
-        if each.saving is saving.CHECKPOINT
-    )
-    with_fewer = [*savings_of_plans.PLANNED]
-    with_fewer.insert(place, savings_of_plans.PlannedSaving(fewer, line=line))
-    for module in (savings_of_plans, planning):
-        monkeypatch.setattr(module, "PLANNED", with_fewer)
-    monkeypatch.setattr(saving, "SAVINGS", (*saving.SAVINGS, fewer))
-    plan = memory.plan(
-        Wide(), nn.MSELoss(), *batch(4), capacity=int(0.4 * STATE), batch_size=64, device_kind="sim"
-    )
-    assert "fewer layers" in plan.chosen.name
-    assert line in plan.lines
-
-
-@pytest.mark.parametrize(("kind", "part"), [("a100", 0.9), ("sim", 1.0)])
-def test_a_tenth_of_a_gpu_stays_free_with_shards(kind, part):
-    """Published programs of FSDP need more than is predicted, and a plan called full devices a fit."""
-    problem = Problem(nn.Linear(4, 3), nn.MSELoss(), torch.empty(8, 4), torch.empty(8, 3))
-    for layout, limit in {"fsdp": part, "ddp": 1.0}.items():
-        request = make_request(problem, layout=layout, devices=2, device_kind=kind)
-        option = candidates.Option((), request, (2**30,) * 2, 8)
-        assert option.limits == [int(limit * 2**30) - candidates.SCALARS] * 2

@@ -1,11 +1,9 @@
 """Constants of GPUs."""
 
-import functools
 import types
 
 import pytest
 import torch
-from helpers.memory_problems import PROBLEMS, LanguageModel
 from torch import nn
 from torch.nn import functional as F
 
@@ -126,78 +124,6 @@ def test_unknown_accelerator_of_this_machine_is_not_planned_as_another(monkeypat
     ):
         devices.find_kind(None)
     assert devices.find_kind("rtx3090").name == "rtx3090"
-
-
-@pytest.mark.usefixtures("one_trace")
-def test_gpu_estimate_has_smaller_activations_and_assumed_workspace():
-    build = functools.partial(LanguageModel, 0.1)
-    batch = PROBLEMS["language model"][1]
-    reports = {
-        kind: memory.estimate(
-            build(), F.cross_entropy, *batch(24), device_kind=kind, keeps_gradients=False
-        )
-        for kind in ("cpu", "h200")
-    }
-    assert (
-        reports["h200"].parts[0]["saved activations"]
-        < 0.8 * reports["cpu"].parts[0]["saved activations"]
-    )  # masks, attention
-    assert (
-        reports["h200"].parts[0]["workspace"] == 2 * 4096 * 8 * 1024
-    )  # a handle in the forward, another in the backward
-    assert reports["h200"].nvidia_smi[0] == reports["h200"].reserved[0] + 462 * 2**20
-    assert reports["cpu"].nvidia_smi == reports["cpu"].reserved == reports["cpu"].allocated
-    assert set(reports["h200"].assumed) == {"workspace", "context", "outputs"}
-    assert all("assumed" in source for source in reports["h200"].assumed.values())
-    assert reports["h200"].reserved[0] >= reports["h200"].allocated[0]
-    assert set(reports["cpu"].assumed) == {"outputs"}
-
-
-class BiasedAttention(nn.Module):
-    """Attention with a bias for every head and pair of positions."""
-
-    def __init__(self, learned):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1, 4, 64, 64), requires_grad=learned)
-        self.projection = nn.Linear(32, 32)
-
-    def forward(self, inputs):
-        heads = self.projection(inputs).unflatten(-1, (4, 8)).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=self.bias)
-
-
-@pytest.mark.usefixtures("one_trace")
-def test_learned_bias_of_fused_attention_has_a_gradient_and_a_state():
-    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
-    inputs = torch.zeros(8, 64, 32)
-    matrix = 4 * 64 * 64 * 4
-    learned, frozen = (
-        memory.estimate(
-            BiasedAttention(one), torch.sum, inputs, (), device_kind="h200", optimizer=momentum
-        )
-        for one in (True, False)
-    )
-    assert learned.parts[0]["optimizer state"] == frozen.parts[0]["optimizer state"] + matrix
-    assert (
-        learned.allocated[0] == frozen.allocated[0] + matrix + 8 * matrix
-    )  # the kernel's gradient has the rows of the batch
-
-
-@pytest.mark.usefixtures("one_trace")
-def test_allocated_is_what_torch_counts():
-    """Blocks of 16,000,000 bytes are 16 MiB, and a model without a matrix product has no workspace of cuBLAS."""
-    net = nn.Sequential(nn.LayerNorm(2000), nn.Linear(2000, 2000, bias=False))
-    inputs = torch.zeros(4, 2000)
-    report = memory.estimate(
-        net, torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD
-    )
-    assert sum(report.parts[0].values()) == report.allocated[0] == max(report.timeline[0])
-    assert report.parts[0]["workspace"] == 2 * 8519680
-    assert report.parts[0]["rounding"] == pytest.approx(2 * (2**24 - 16_000_000), rel=0.1)
-    norm = memory.estimate(
-        net[0], torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD
-    )
-    assert norm.parts[0]["workspace"] == 0
 
 
 class GroupedAttention(nn.Module):

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from helpers.memory_problems import PROBLEMS, estimated
+from helpers.slow import slow_but
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -129,11 +130,11 @@ def test_options_of_a_plan_are_traced_in_the_same_processes(monkeypatch):
             os.kill(number, 0)
 
 
-def test_a_short_key_of_the_cache_changes_no_trace(monkeypatch):
+@pytest.mark.parametrize("name", slow_but([*PROBLEMS], "convolutions"))
+def test_a_short_key_of_the_cache_changes_no_trace(monkeypatch, name):
     """Views, writes in place, several types and devices, a convolution: as with the key of torch."""
-    settings = {"layout": "replicas", "devices": 2, "precision": "bf16"}
-    problems = [(name, {**settings, "device_kind": "a100"}) for name in PROBLEMS]
+    settings = {"layout": "replicas", "devices": 2, "precision": "bf16", "device_kind": "a100"}
     monkeypatch.setattr("balanced_parallel.memory.trace.fakes.FORKS", False)
-    ours = [estimated(name, **each).timeline for name, each in problems]
+    ours = estimated(name, **settings).timeline
     monkeypatch.setattr(tracer, "FakeMode", FakeTensorMode)
-    assert ours == [estimated(name, **each).timeline for name, each in problems]
+    assert ours == estimated(name, **settings).timeline

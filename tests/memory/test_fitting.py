@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from helpers.memory_problems import WordModel, peak_of_updates, tokens, words
+from helpers.memory_problems import WordModel, peak_of_updates, words
 from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from helpers.releases import released_at_once
@@ -130,19 +130,6 @@ def test_tensors_of_others_and_of_the_step_count():
         del other
 
 
-def test_a_batch_that_fits_runs_at_once():
-    with simulate(2, "1GiB"):
-        step = make_step(adamw, micro_batch_size=1)
-        assert memory.fit(step, *words(7)).micro_batches == 1
-        assert step.micro_batch_size == 4
-        assert (
-            memory.fit(
-                step, tokens(7).to("meta"), tokens(7).to("meta"), capacity="512MiB"
-            ).allocated[0]
-            > 0
-        )
-
-
 def test_the_cpu_needs_a_capacity():
     step = make_step(adamw, ["cpu"] * 2)
     with pytest.raises(
@@ -153,16 +140,6 @@ def test_the_cpu_needs_a_capacity():
     report = memory.fit(step, *words(60), capacity="4MiB")  # Both replicas share the CPU.
     assert 1 < step.micro_batch_size < 30
     assert sum(report.allocated) <= 4 * 2**20
-
-
-@pytest.mark.slow
-def test_replicas_on_one_device_share_it():
-    make = functools.partial(make_step, adamw, ["sim:0", "sim:1", "sim:0"])
-    with simulate(2, ["4MiB", "2MiB"]):
-        step = make()
-        memory.fit(step, *words(100))
-    assert 1 < step.micro_batch_size < 33
-    assert fits(make, step.micro_batch_size, ["4MiB", "2MiB"], 100)
 
 
 def test_a_step_that_does_not_fit_names_the_best_saving():

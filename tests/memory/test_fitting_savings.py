@@ -1,6 +1,5 @@
 """The command ``tricks``: the bytes that it names are those that simulated devices measure."""
 
-import json
 import re
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 from balanced_parallel import simulate
 from balanced_parallel.__main__ import main
 from balanced_parallel.memory.fitting import saved_bytes
-from balanced_parallel.memory.savings import PLANNED, savings_of
+from balanced_parallel.memory.savings import PLANNED
 
 
 def table_of(problem, savings, devices=1, **settings):
@@ -61,12 +60,6 @@ def test_every_saving_that_suits_the_step_is_traced_and_bytes_are_those_of_simul
     ]  # none has less state than SGD
 
 
-def test_layouts_save_bytes_of_several_devices():
-    _, saved = table_of("perceptron", savings_of("layout"), devices=2)
-    assert list(saved) == ["BalancedOptimizer", "offload_optimizer", 'strategy="fsdp"']
-    assert min(saved.values()) > 0
-
-
 def test_the_command_prints_the_table_and_writes_the_page_of_the_step(nets, tmp_path, capsys):
     page = tmp_path / "step.html"
     flags = ["tricks", "--problem", nets("small"), "--device-kind", "sim", "--optimizer", "sgd"]
@@ -83,12 +76,3 @@ def test_the_command_prints_the_table_and_writes_the_page_of_the_step(nets, tmp_
     assert "another optimizer: SGD" not in traced
     assert wrote == f"wrote {page}"
     assert "Options of the plan" not in page.read_text()
-
-
-def test_the_command_prints_json(nets, capsys):
-    flags = ["tricks", "--problem", nets("small"), "--device-kind", "sim", "--optimizer", "sgd"]
-    assert main([*flags, "--json", "--devices", "2"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["peak"] > 0
-    assert all(set(trick) == {"name", "saves", "cost"} for trick in found["tricks"])
-    assert "BalancedOptimizer" in {trick["name"] for trick in found["tricks"]}

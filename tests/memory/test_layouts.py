@@ -23,7 +23,6 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-from balanced_parallel.memory.trace.layouts import DDP, LAYOUTS
 from balanced_parallel.replicas import buckets
 
 
@@ -142,16 +141,6 @@ def test_fsdp_equals_the_allocator_of_two_ranks(rows, precision, accumulate):
 
 
 @pytest.mark.usefixtures("one_trace")
-def test_whole_parameters_of_fsdp_are_not_reserved():
-    """They are sharded before the first update: of 64 MiB in 8 layers, each of 64 ranks has 4 MiB with gradients and state."""
-    net = nn.Sequential(*[nn.Linear(1448, 1448, bias=False) for _ in range(8)])
-    settings = {"layout": "fsdp", "devices": 64, "device_kind": "a100"}
-    report = memory.estimate(net, torch.sum, torch.zeros(2, 1448), (), **settings)
-    assert report.parts[0]["parameters"] == pytest.approx(2**20, rel=0.1)
-    assert report.reserved[0] < 80 * 2**20
-
-
-@pytest.mark.usefixtures("one_trace")
 def test_ddp_adds_communication_buckets_to_the_plain_program():
     make = functools.partial(estimated, "perceptron", 24, device_kind="cpu")
     plain = make()
@@ -202,18 +191,6 @@ def simulated_peak(criterion, devices, size):
 
 
 @released_at_once
-@pytest.mark.usefixtures("one_trace")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "size"), [(kind, size) for kind in CRITERIA for size in (None, 4)]
-)
-def test_estimates_equal_the_simulated_peak(kind, size):
-    settings = {"layout": "replicas", "devices": 3, "device_kind": "sim"}
-    report = memory.estimate(build(), CRITERIA[kind](), *batch(), micro_batch_size=size, **settings)
-    assert report.allocated == pytest.approx(simulated_peak(CRITERIA[kind](), 3, size), rel=0.02)
-
-
-@released_at_once
 def test_a_plan_knows_the_second_forward_and_the_outputs_of_all_rows():
     criterion = CRITERIA["all outputs"]
     at_once = simulated_peak(criterion(), 2, None)
@@ -235,20 +212,6 @@ def test_a_plan_knows_the_second_forward_and_the_outputs_of_all_rows():
     found = simulated_peak(criterion(), 2, plain.micro_batch_size)
     assert plain.allocated == pytest.approx(found, rel=0.02)
     assert max(found) <= capacity
-
-
-@pytest.mark.slow
-@released_at_once
-def test_fit_knows_the_outputs_of_all_rows():
-    criterion = CRITERIA["all outputs"]
-    capacity = int(0.8 * simulated_peak(criterion(), 2, None)[0])
-    with simulate(2):
-        step = make_step(build(), criterion())
-        report = memory.fit(step, *batch(), capacity=capacity)
-    assert step.micro_batch_size <= ROWS // 4
-    assert report.allocated == pytest.approx(
-        simulated_peak(criterion(), 2, step.micro_batch_size), rel=0.02
-    )
 
 
 def build_for_buckets():
@@ -310,21 +273,3 @@ def test_peak_of_ddp_equals_the_allocator_with_and_without_accumulation():
     assert [report.allocated[0] for report in reports] == pytest.approx(measured, rel=0.001)
     parameters = sum(parameter.nbytes for parameter in build_for_buckets().parameters())
     assert all(report.parts[0]["gradients"] == parameters for report in reports)
-
-
-def test_a_layout_is_one_class(monkeypatch):
-    """Plans and estimates ask it for all that they know of it."""
-
-    class Mine(DDP):
-        name = "mine"
-
-    monkeypatch.setitem(LAYOUTS, "mine", Mine)
-    inputs = torch.zeros(8, 64)
-    targets = torch.zeros(8, 64)
-    settings = {"devices": 2, "device_kind": "cpu"}
-    reports = [
-        memory.estimate(matrices(), nn.MSELoss(), inputs, targets, layout=layout, **settings)
-        for layout in ("ddp", "mine")
-    ]
-    assert reports[0].allocated == reports[1].allocated
-    assert reports[1].layout == "mine"

@@ -10,14 +10,6 @@ from balanced_parallel import memory, savings
 from balanced_parallel.memory.lines import most_that_fit
 
 
-@pytest.mark.parametrize("limit", [None, 0, 1, 7, 100])
-@pytest.mark.parametrize("most", [0, 1, 6, 7, 99])
-def test_the_largest_number_that_fits_is_found(most, limit):
-    assert most_that_fit(lambda rows: rows <= most, limit) == (
-        most if limit is None else min(most, limit)
-    )
-
-
 def test_rows_that_need_no_memory_have_no_largest_number():
     with pytest.raises(
         ValueError, match="the memory does not depend on the rows: any number of them fits"

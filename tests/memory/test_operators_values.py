@@ -179,20 +179,6 @@ def test_module_with_a_fixed_batch_size_is_not_extrapolated():
         estimate_sum(function, memory.plan, batch_size=6, capacity="1GiB")
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
-@pytest.mark.usefixtures("one_trace")
-def test_scalar_loss_that_keeps_its_elements_equals_the_allocator(loss):
-    """The peak is in the backward, where the loss is alive and the outputs are not."""
-
-    def build():
-        return nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 32))
-
-    def batch():
-        return torch.zeros(400, 16), torch.zeros(400, 32)
-
-    assert_equals_the_allocator(build, batch, torch.optim.SGD, criterion=loss, rel=0.002)
-
-
 class Experts(nn.Module):
     """Rows in groups of 16, each with a matrix of its own, as experts of transformers compute them."""
 

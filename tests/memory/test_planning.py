@@ -22,10 +22,8 @@ from torch import nn
 
 from balanced_parallel import DataParallelCriterion, convert_sync_batchnorm, memory, simulate
 from balanced_parallel.__main__ import main
-from balanced_parallel.memory import MemoryPlan, candidates, estimation
+from balanced_parallel.memory import MemoryPlan
 from balanced_parallel.memory.candidates import Option, Search, row_of
-from balanced_parallel.memory.problem import Problem
-from balanced_parallel.memory.savings import SHARDS, savings_of, with_savings
 from balanced_parallel.memory.trace import tracer
 from balanced_parallel.runtime.values import format_bytes
 from balanced_parallel.savings.checkpointing import Checkpointed
@@ -90,24 +88,6 @@ def test_cheapest_exact_plan_is_chosen():
     )
 
 
-def test_plan_runs_few_traces(monkeypatch):
-    traced = []
-    run = candidates.try_traces
-    monkeypatch.setattr(candidates, "try_traces", lambda jobs: traced.extend(jobs) or run(jobs))
-    monkeypatch.setattr(estimation, "run_traces", None)  # the report needs none
-    assert make_plan("1GiB", 2, 24).report is not None
-    assert [request.micro_batches for request, _ in traced] == [
-        2,
-        2,
-        1,
-        1,
-    ]  # two numbers of rows each
-    traced.clear()
-    assert make_plan("1500KiB", 2, 60).chosen.micro_batches > 1
-    assert [request.micro_batches for request, _ in traced] == [2, 2]
-    assert not any(request.savings for request, _ in traced)
-
-
 @pytest.mark.slow
 def test_checkpointing_is_chosen_only_if_nothing_else_fits():
     plan = make_plan(505 * 1024, 1, 6, optimizer=torch.optim.SGD)
@@ -152,15 +132,6 @@ def test_plans_are_frozen_and_serialize_to_json(unequal):
         equal.batch_size = 3
     for text in ("rows per update", "flops", "host", "exact", "fits: yes, "):
         assert text in str(again)
-
-
-def test_plan_for_a_kind_of_gpu_has_its_capacity():
-    batch = torch.zeros(2, 64), torch.zeros(2, 10)
-    plan = memory.plan(
-        small_net(), nn.MSELoss(), *batch, batch_size=40, devices=2, device_kind="h200"
-    )
-    assert plan.fits
-    assert plan.capacity == (279 * 2**29,) * 2
 
 
 @pytest.mark.parametrize(
@@ -292,11 +263,6 @@ def test_seconds_bound_the_search_for_more_devices(monkeypatch):
     assert "nearest that does: larger devices" in plan.verdict
 
 
-def test_apply_with_other_devices_raises_an_error():
-    with pytest.raises(ValueError, match="expected the 2 that were planned for"):
-        planned("1GiB", 2, 24).apply(WordModel(), nn.CrossEntropyLoss(), device_ids=["cpu"])
-
-
 def small_net():
     torch.manual_seed(0)
     return nn.Sequential(
@@ -363,20 +329,6 @@ def test_unequal_devices_get_unequal_rows_and_are_named_one_by_one(unequal):
         assert cluster.peak == pytest.approx(unequal.chosen.allocated, rel=0.02)
 
 
-@pytest.mark.slow
-def test_unequal_devices_that_hold_equal_rows_get_them():
-    assert make_plan(["1GiB", "2GiB"], 2, 37).chosen.split is None
-
-
-@pytest.mark.slow
-def test_each_stage_is_logged_before_it_is_traced(caplog):
-    with caplog.at_level("INFO", logger="balanced_parallel.memory"):
-        plan = make_plan("150KiB", 1, 8, **ONE_BLOCK, precision="fp16")
-    assert len(plan.choices) > 1
-    tried = [match[1] for message in caplog.messages if (match := re.fullmatch(TRYING, message))]
-    assert {*tried} >= {choice.name for choice in plan.choices}
-
-
 TRYING = r"trying: (.+)"
 
 
@@ -424,55 +376,6 @@ def test_an_optimizer_with_less_state_is_shown_but_not_chosen():
         plan.apply(nn.Linear(2, 2), nn.MSELoss())
     assert MemoryPlan.from_json(plan.to_json()) == plan
     assert plan_optimizers("150KiB", optimizer=torch.optim.SGD, **settings).fits
-
-
-def options_of(stage, optimizer, **settings):
-    """Returns the names of the savings of a stage that change the request for a small layer."""
-    problem = Problem(
-        nn.Linear(4, 4, bias=False), nn.MSELoss(), torch.zeros(4, 4), torch.zeros(4, 4)
-    )
-    request = estimation.make_request(problem, optimizer=optimizer, device_kind="sim", **settings)
-    return {
-        planned.saving.name: changed
-        for planned in savings_of(stage)
-        if (changed := with_savings(request, [planned]))
-    }
-
-
-@pytest.mark.parametrize(
-    ("given", "smaller"),
-    [
-        (torch.optim.AdamW, ["SGD", "Adafactor"]),
-        (functools.partial(torch.optim.SGD, momentum=0.9), ["SGD", "Adafactor"]),
-        (torch.optim.Adafactor, ["SGD"]),
-        (torch.optim.SGD, []),
-    ],
-)
-def test_only_optimizers_with_less_state_are_alternatives(given, smaller):
-    assert [*options_of("optimizer", given)] == [f"another optimizer: {name}" for name in smaller]
-
-
-OWN_SETTINGS = (
-    functools.partial(torch.optim.AdamW, foreach=True),
-    lambda parameters: torch.optim.AdamW(parameters),
-)
-
-
-@pytest.mark.parametrize("make", [*OWN_SETTINGS, torch.optim.SGD])
-def test_settings_of_the_user_stay(make):
-    assert {"fused=True", "foreach=False"}.isdisjoint(options_of("exact", make))
-    assert "fused=True" in options_of("exact", torch.optim.AdamW)
-
-
-@pytest.mark.parametrize(
-    ("make", "balanced"),
-    [(torch.optim.Muon, True), (torch.optim.Adafactor, True), (torch.optim.SGD, False)],
-)
-def test_matrices_of_shards_are_updated_whole(make, balanced):
-    assert (
-        options_of("layout", make, layout="replicas", devices=2)[SHARDS.saving.name].balanced
-        == balanced
-    )
 
 
 @pytest.mark.slow

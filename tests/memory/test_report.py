@@ -16,7 +16,7 @@ from helpers.memory_problems import estimated
 from torch import nn
 
 from balanced_parallel import memory, simulate
-from balanced_parallel.memory.report import holders_table, parse_each, progress_of
+from balanced_parallel.memory.report import holders_table, parse_each
 from balanced_parallel.runtime.values import format_bytes, parse_bytes
 
 REPLICAS = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
@@ -278,13 +278,6 @@ def test_page_names_the_capacity_of_each_unequal_device_and_the_last_backward(tm
     assert "last backward" in (tmp_path / "page.html").read_text()
 
 
-def test_notebooks_show_the_tables(report):
-    shown = report._repr_html_()
-    assert shown.count("<table>") == 2
-    assert "replicas on 2 x cpu" in shown
-    assert format_bytes(report.allocated[0]) in shown
-
-
 @pytest.fixture
 def browser():
     from selenium import webdriver
@@ -341,12 +334,3 @@ def test_other_capacities_are_named(size):
         ValueError, match="is not a memory size, expected a positive number of bytes"
     ):
         parse_each(size, 1)
-
-
-def test_devices_of_a_page_have_one_axis_of_progress():
-    """The events of all devices were counted one after another, so that device 0 seemed to wait."""
-    first = [8, 9, 9, 9, 5, 5, 1]
-    second = [8, 8, 8, 9, 9, 5, 1]
-    bounds = [0, 4, 6, 7]
-    assert progress_of(first, bounds) == [(0, 8), (0.5, 9), (1, 5), (2, 1)]
-    assert progress_of(second, bounds) == [(0, 8), (0.5, 9), (1, 9), (1.5, 5), (2, 1)]

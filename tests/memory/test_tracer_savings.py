@@ -185,13 +185,6 @@ def test_nothing_is_offloaded_from_a_cpu(devices):
     assert estimates[1:] == estimates[:1] * 2
 
 
-@pytest.mark.slow
-def test_no_plan_offloads_from_a_cpu():
-    settings = {"batch_size": 512, "capacity": "10MiB", "device_kind": "cpu"}
-    plan = memory.plan(NET, nn.MSELoss(), torch.zeros(512, 1024), torch.zeros(512, 8), **settings)
-    assert not any("host" in choice.name or "offloaded" in choice.name for choice in plan.choices)
-
-
 def sequences(rows):
     """Rows of 4,096 positions, of which two do not fit."""
     torch.manual_seed(1)

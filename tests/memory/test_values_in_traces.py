@@ -6,9 +6,7 @@ from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import Rows, Whole, memory
-from balanced_parallel.memory.estimation import make_request
-from balanced_parallel.memory.problem import Problem
-from balanced_parallel.memory.trace import tracer, values
+from balanced_parallel.memory.trace import values
 
 LAYOUTS = [("single", 1), ("replicas", 2), ("ddp", 2), ("fsdp", 2)]
 
@@ -107,16 +105,3 @@ def test_objects_of_the_caller_stay_as_they_are():
     sizes = torch.tensor([[2, 2, 2]])
     estimate(read, Whole(sizes))
     assert sizes.tolist() == [[2, 2, 2]]
-
-
-@pytest.mark.parametrize(("layout", "devices"), LAYOUTS[:2])
-def test_values_change_nothing_of_what_is_allocated(monkeypatch, layout, devices):
-    net = nn.Sequential(nn.Embedding(9, 8), nn.Flatten(), nn.Linear(40, 9))
-    batch = torch.ones(6, 5).long(), torch.ones(6).long()
-    setup = {"device_kind": "h200", "layout": layout, "devices": devices}
-    request = make_request(Problem(net, nn.CrossEntropyLoss(), *batch), **setup)
-    traces = []
-    for most in (values.KNOWN, 0):
-        monkeypatch.setattr(values, "KNOWN", most)
-        traces.append(tracer._trace(request, 6))
-    assert traces[0] == traces[1]

@@ -5,10 +5,8 @@ They do on several devices what they do in the plain program.
 
 import contextlib
 import copy
-import gc
 import io
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -309,21 +307,6 @@ def test_lines_equal_the_plain_program_with_whole_parameters(lines):
     assert_equal_to_the_plain_program(
         "four devices", lines, "net", torch.optim.AdamW, "parameters", lr=0.1
     )
-
-
-def test_gradients_do_not_keep_their_parameters_alive():
-    with simulate(3):
-        model = DataParallelModel(build_net())
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-        model(torch.randn(6, 4)).gather("cpu").sum().backward()
-        optimizer.step()
-        parameter, gradient = (
-            weakref.ref(each) for each in (model.module[0].weight, model.module[0].weight.grad)
-        )
-        del model, optimizer
-        gc.collect()
-        assert parameter() is None
-        assert gradient() is None
 
 
 def test_complex_gradients_may_be_conjugated():

@@ -7,21 +7,15 @@ Equal shards of parameters.
 
 import copy
 import gc
-import io
 import pickle
 
 import pytest
 import torch
 from helpers.optimizers import (
-    assert_same,
-    assert_same_state,
-    plain,
     train,
-    train_plain,
 )
 from helpers.problems import CLASSES, build_net
-from helpers.slow import pairs
-from helpers.updates import Unrecorded, assert_same_on_devices, random_batches, values_of
+from helpers.updates import assert_same_on_devices, random_batches, values_of
 from torch import nn
 
 from balanced_parallel import (
@@ -34,49 +28,6 @@ from balanced_parallel import (
 )
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
-
-
-def layout(name, net):
-    """A net's optimizer, and a function that trains it for two steps on."""
-    if name == "plain":
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-
-        return optimizer, lambda: train_plain(net, optimizer)
-    model = DataParallelModel(net, list(range({"one": 1, "three": 3, "four": 4}[name.split()[0]])))
-    optimizer = BalancedOptimizer(model, torch.optim.Adam, lr=0.1)
-    return optimizer, lambda: train(model, optimizer, 2)
-
-
-MOVES = [("plain", "three devices"), ("three devices", "plain"), ("three devices", "four devices")]
-
-
-@pytest.mark.parametrize(("first", "second"), MOVES)
-def test_checkpoint_moves_between_numbers_of_devices(first, second):
-    start = build_net()
-    expected, reference = plain(
-        start, lambda net: torch.optim.Adam(net.parameters(), lr=0.1), steps=2
-    )
-    train_plain(expected, reference)
-    file = io.BytesIO()
-    with simulate(4):
-        net = copy.deepcopy(start)
-        optimizer, go_on = layout(first, net)
-        go_on()
-        torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        del optimizer, go_on
-    file.seek(0)
-    saved = torch.load(file, map_location="cpu")
-    with simulate(4):
-        net = build_net()
-        optimizer, go_on = layout(second, net)
-        net.load_state_dict(saved["net"])
-        optimizer.load_state_dict(saved["optimizer"])
-        go_on()
-        assert_same(net, expected)
-        state = torch.utils._pytree.tree_map_only(
-            torch.Tensor, torch.Tensor.cpu, optimizer.state_dict()
-        )
-        assert_same_state(state, reference.state_dict())
 
 
 def test_replaced_parameters_raise_an_error():
@@ -115,41 +66,6 @@ class SharedHead(nn.Module):
 
     def forward(self, x, y):
         return ((x @ self.weight) @ self.weight.T * self.own - y).square().mean()
-
-
-ORDERS = [("weight", "own"), ("own", "weight")]
-WAYS = ["plain loop", "whole", "micro-batches", "fused"]
-
-
-@pytest.mark.parametrize(("how", "balanced", "names"), pairs(WAYS, [False, True], ORDERS))
-def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how, balanced, names):
-    def trained(devices):
-        net = build_net().to(devices[0])
-        head = SharedHead(net[2].weight, names)
-        model = DataParallelModel(net, devices)
-        criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
-        parameters = [*net.parameters(), head.own]
-        settings = {"lr": 0.05, "fused": how == "fused" and devices[0] == "cpu"}
-        kind = Unrecorded if how == "fused" and len(devices) > 1 else torch.optim.AdamW
-        is_sharded = balanced and len(devices) > 1
-        optimizer = (
-            BalancedOptimizer(model, kind, parameters, **settings)
-            if is_sharded
-            else kind(parameters, **settings)
-        )
-        step = TrainStep(
-            model, criterion, optimizer, micro_batch_size=2 if how == "micro-batches" else None
-        )
-        for x, y in random_batches(6):
-            if how in ("plain loop", "fused"):
-                optimizer.zero_grad()
-                criterion(model(x), y).backward()
-                optimizer.step()
-            else:
-                step(x, y)
-        return values_of(net, head)
-
-    assert_same_on_devices(trained)
 
 
 READS = {
@@ -239,19 +155,6 @@ def test_a_converted_submodule_raises_an_error_with_a_fix():
         for use in (lambda: model(x.float()), optimizer.step, lambda: model(x.float())):
             with pytest.raises(RuntimeError, match=r"converted or unfrozen\): make a new one"):
                 use()
-
-
-def test_shards_of_a_large_parameter_have_equal_bytes():
-    with simulate(4) as cluster:
-        net = nn.Sequential(nn.Linear(64, 1000), nn.Linear(1000, 10)).float()
-        model = DataParallelModel(net)
-        optimizer = BalancedOptimizer(model, torch.optim.Adam, lr=0.1)
-        for _ in range(2):
-            gather(model(torch.ones(8, 64, dtype=torch.float32))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        gc.collect()
-        assert max(cluster.live) <= 1.02 * sum(cluster.live) / 4
 
 
 WRITES = {

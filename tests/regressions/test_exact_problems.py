@@ -325,6 +325,24 @@ class Scalars(nn.Module):
         return self.temperature.exp() * F.normalize(self.head(inputs), dim=1) + self.shift
 
 
+class Towers(nn.Module):
+    """Two embeddings of each row, and a temperature, as in CLIP."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.second = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs, target):
+        return self.first(inputs), self.second(target), self.scale.exp()
+
+
+def contrast(first, second, scale):
+    logits = scale * first @ second.T
+    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
+
+
 def counted():
     return nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), Sum(), nn.Linear(6, 5)
@@ -410,6 +428,8 @@ PROBLEMS = {
     "a criterion that counts": (linear, Annealed(), iter),
     "caches and flags": (Cached, nn.MSELoss(), iter),
     "parameters without a dimension": (Scalars, nn.MSELoss(), iter),
+    # Its gradient came from each rank, also from those without rows.
+    "a temperature": (Towers, DataParallelCriterion(contrast, whole=True), alone),
     # Tied weights, checkpointed blocks, and a layer that nobody uses.
     "a language model": (Language, nn.CrossEntropyLoss(), sentences),
     # The first block runs again in the backward, with an input that no operator has made.

@@ -33,14 +33,6 @@ pytestmark = pytest.mark.usefixtures("double")
 class TestGatherOutputs:
     """``gather_outputs=True`` returns what ``nn.DataParallel`` returns."""
 
-    @pytest.mark.parametrize("devices", [1, 3])
-    def test_scalars_have_the_shape_of_nn_data_parallel(self, devices):
-        model = DataParallelModel(
-            Calls(lambda net, x: net(x).mean()), ["cpu"] * devices, gather_outputs=True
-        )
-        with torch.no_grad():
-            assert model(torch.randn(7, 4)).shape == (() if devices == 1 else (3,))
-
     def test_losses_emit_one_warning_and_outputs_that_are_the_same_on_all_replicas_none(self):
         model = DataParallelModel(
             Calls(lambda net, x: {"loss": net(x).mean()}), CPUS, gather_outputs=True

@@ -6,32 +6,16 @@ Each loop equals the plain program, or the error says what to write.
 import pytest
 import torch
 from helpers.loops import CPUS
-from helpers.problems import assert_same_gradients, build_net, gradients
+from helpers.problems import build_net
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, simulate
+from balanced_parallel import DataParallelModel, simulate
 
 pytestmark = pytest.mark.usefixtures("double")
 
 
 class TestChains:
-    @pytest.mark.parametrize("split", [None, [1, 4, 2]])
-    def test_outputs_can_be_inputs_of_another_model(self, split):
-        """netD(netG(z)), also where the two share rows in another way."""
-        generator = build_net(4)
-        critic = build_net(1)
-        z = torch.randn(9, 4)
-        critic(generator(z)).pow(2).mean().backward()
-        expected = gradients(generator, critic)
-        generator.zero_grad()
-        critic.zero_grad()
-        fake = DataParallelModel(generator, CPUS)(z)
-        outputs = DataParallelModel(critic, CPUS, split=split)(fake)
-        criterion = DataParallelCriterion(lambda score: score.pow(2).mean(), weight="rows")
-        criterion(outputs).backward()
-        assert_same_gradients(gradients(generator, critic), expected)
-
     def test_plain_list_of_outputs_as_input_raises_an_error(self):
         model = DataParallelModel(build_net(4), CPUS)
         with pytest.raises(

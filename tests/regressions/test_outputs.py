@@ -15,7 +15,6 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     PerReplica,
-    simulate,
 )
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -46,21 +45,6 @@ class TestListOutputs:
         outputs = DataParallelModel(Calls(lambda net, x: (net(x),)), CPUS)(x[:3])
         with pytest.raises(ValueError, match="1 outputs with 1 rows, and targets with 3"):
             criterion(outputs[0], target[:3])  # [1, CLASSES] beside [3, CLASSES] would be broadcast
-
-    def test_lists_with_one_output_on_each_device_equal_the_plain_program(self):
-        module = self.stacks()
-        x = torch.randn(6, 4)
-        target = torch.rand(6, CLASSES)
-        expected = sum(F.mse_loss(output, target) for output in module(x))
-        with simulate(3) as cluster:
-            criterion = DataParallelCriterion(nn.MSELoss())
-            outputs = DataParallelModel(module, cluster.devices)(x)
-            losses = [
-                criterion([output[stack] for output in outputs], target) for stack in range(3)
-            ]
-            assert_close(sum(losses).cpu(), expected)
-            with pytest.raises(ValueError, match="3 outputs with 2 rows each, all on sim:1"):
-                criterion(outputs[1], target)
 
     def test_rows_of_losses_in_a_list_are_unknown(self):
         outputs = DataParallelModel(Calls(lambda net, x: net(x).mean()), CPUS, split=[5, 1, 1])(
@@ -96,15 +80,6 @@ class TestPerReplica:
         assert record.values.gather().shape == (7, CLASSES)
         with pytest.raises(KeyError):
             outputs["loss"]
-
-    def test_per_replica_is_a_list(self):
-        outputs = self.outputs()["logits"]
-        assert len(outputs) == 3
-        assert outputs[-1].shape == (2, CLASSES)
-        assert outputs[1:].sizes == (2, 2)
-        assert len(list(zip(outputs, range(3), strict=True))) == 3
-        assert [outputs[0], *outputs[1:]] == list(outputs)
-        assert torch.cat(list(outputs)).shape == (7, CLASSES)
 
     def test_tensor_operations_raise_an_error_with_a_fix(self):
         for use in (

@@ -112,14 +112,6 @@ class TestRowsThatAreNotTensors:
             ("cat", "dog")
         ] * 3
 
-    def test_rows_splits_a_list_of_clips(self):
-        clips = [torch.full((length, 2), float(length)) for length in (2, 3, 4)]
-        for inputs in ([clips], [torch.zeros(3, 2), clips]):
-            with pytest.raises(ValueError, match=r"Rows\(...\)"):
-                self.seen(*inputs)
-        seen = self.seen(Rows(clips))
-        assert [[len(clip) for clip in inputs[0]] for inputs, _ in seen] == [[2], [3], [4]]
-
     def test_ambiguous_lists_raise_an_error(self):
         pair = [torch.zeros(3, 2), torch.ones(3, 2)]
         with pytest.raises(

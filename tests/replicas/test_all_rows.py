@@ -22,7 +22,7 @@ from balanced_parallel import (
     parallelize,
     verify,
 )
-from balanced_parallel.replicas.all_rows import ALL, forward_of, sums_rows
+from balanced_parallel.replicas.all_rows import ALL, forward_of
 
 CPUS = ["cpu"] * 3
 
@@ -201,18 +201,6 @@ def check_outside(rank):
     return float(SumOverRows()(torch.tensor([rank + 1.0], dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [torch.tensor(3), torch.ones(2, dtype=torch.bfloat16), torch.tensor([True, False])],
-    ids=str,
-)
-def test_one_device_gets_a_copy(value):
-    total = SumOverRows()(value)
-    assert torch.equal(total, value)
-    assert total.dtype == value.dtype
-    assert total.data_ptr() != value.data_ptr()
-
-
 class Calling(nn.Module):
     """Returns ``function`` of the rows and of a sum over all of them."""
 
@@ -277,34 +265,6 @@ def test_a_sum_that_is_no_attribute_of_the_module_raises_an_error():
         model(torch.ones(7, 1))
 
 
-def test_a_checkpoint_on_one_device_is_recomputed():
-    module = Centred()
-    DataParallelModel(module, CPUS)(torch.ones(7, 1))  # its replicas have met
-    x = torch.ones(3, 1, requires_grad=True)
-    checkpoint(module, x * 2, use_reentrant=False).pow(2).sum().backward()
-    assert torch.equal(x.grad, torch.zeros(3, 1))
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_reentrant_checkpoint_of_a_replica_raises_an_error():
-    model = DataParallelModel(Reentrant(), CPUS)
-    outputs = model(torch.ones(7, 1, requires_grad=True))
-    with pytest.raises(RuntimeError, match="expected it outside of activation checkpointing"):
-        sum(output.sum() for output in outputs).backward()
-
-
-class Reentrant(Centred):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=True)
-
-
-def test_modules_are_found_by_their_type():
-    assert sums_rows(build("centred"))
-    assert not sums_rows(build("tanh"))
-    assert not sums_rows(F.mse_loss)
-
-
 def centred_error(output, target):
     mean = OUTSIDE(output.sum(0)) / OUTSIDE(torch.tensor(len(output)))
     return (output - mean - target).pow(2).mean()
@@ -358,14 +318,6 @@ def test_a_divisor_over_all_rows_is_no_mean_of_a_shard(double):
         DataParallelCriterion(loss, sums_rows=True)(outputs, target)
     found = DataParallelCriterion(loss, reduction="sum", sums_rows=True)(outputs, target)
     assert_close(found, F.mse_loss(net(x), target))
-
-
-def test_a_whole_loss_has_all_rows(double):
-    net = build("codebook")
-    x, target = batch(7)
-    assert verify(
-        net, DataParallelCriterion(Centre(), whole=True), x, target, device_ids=CPUS
-    ).equal
 
 
 def test_verify_names_the_sums_of_micro_batches(double):

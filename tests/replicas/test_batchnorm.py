@@ -6,7 +6,6 @@ Subclasses of batch norm: conversion keeps what their forward adds, or refuses t
 import copy
 import os
 import pickle
-import threading
 from collections import OrderedDict
 
 import pytest
@@ -24,7 +23,6 @@ from helpers.ranks import on_ranks
 from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -101,68 +99,6 @@ def test_conversion_keeps_names_parameters_and_hooks():
     assert net[1].weight is first
     assert len(net[1]._forward_hooks) == 1
     assert isinstance(convert_sync_batchnorm(nn.BatchNorm1d(3)), nn.modules.batchnorm._BatchNorm)
-
-
-def test_one_device_equals_the_plain_layer(double):
-    plain = build()
-    x = torch.randn(5, 2, 3, 3)
-    net = convert_sync_batchnorm(copy.deepcopy(plain))
-    assert torch.equal(net(x), plain(x))
-
-
-def test_half_precision_is_normalized_in_float32():
-    net = convert_sync_batchnorm(nn.BatchNorm1d(3))
-    x = torch.randn(7, 3)
-    outputs = DataParallelModel(net, CPUS)(x.bfloat16())
-    assert {output.dtype for output in outputs} == {torch.bfloat16}
-    assert_close(gather(outputs).float(), nn.BatchNorm1d(3)(x), rtol=0.05, atol=0.05)
-
-
-class Uneven(nn.Module):
-    """A net whose second replica does not reach the layer: it fails, or takes another branch."""
-
-    def __init__(self, fails):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-        self.fails = fails
-
-    def forward(self, x):
-        if 2.0 in x:
-            if self.fails:
-                raise LookupError("no such row")
-            return x
-        return self.norm(x)
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize(
-    ("fails", "error", "message"),
-    [
-        (True, LookupError, r"no such row\nin replica 1"),
-        (False, RuntimeError, "replica 1 ended without the exchange that replica . waits in"),
-    ],
-)
-def test_replica_without_the_exchange_raises_an_error(fails, error, message):
-    model = DataParallelModel(convert_sync_batchnorm(Uneven(fails)), CPUS)
-    with pytest.raises(error, match=message):
-        model(torch.arange(6.0).view(3, 2))
-    assert threading.active_count() < 10
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_activation_checkpointing_raises_an_error(is_reentrant):
-    class Checkpointed(nn.Sequential):
-        def forward(self, x):
-            return checkpoint(self[0], x, use_reentrant=is_reentrant)
-
-    net = convert_sync_batchnorm(Checkpointed(nn.BatchNorm1d(2)))
-    model = DataParallelModel(net, CPUS)
-    x = torch.randn(6, 2, requires_grad=True)
-    with pytest.raises(RuntimeError, match="expected it outside of activation checkpointing"):
-        gather(model(x)).pow(2).sum().backward()
-    model.eval()
-    gather(model(x)).pow(2).sum().backward()
 
 
 @pytest.mark.parametrize(

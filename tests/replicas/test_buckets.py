@@ -5,7 +5,6 @@ Gradients of replicas: repeated, partial and double backwards, in buckets of bou
 Sums of gradients: sparse, in place, with the strides of their parameters.
 """
 
-import contextlib
 import threading
 
 import pytest
@@ -15,16 +14,13 @@ from helpers.problems import (
     CLASSES,
     assert_equal,
     assert_same_gradients,
-    build_net,
     gradients,
 )
-from helpers.replicas import settled
 from helpers.updates import SIMULATED
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 from balanced_parallel.replicas import buckets
-from balanced_parallel.replicas.buckets import make_buckets
 from balanced_parallel.runtime import transport
 
 
@@ -59,78 +55,6 @@ def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
         gather(model(torch.ones(4, 4))).sum().backward()
         assert events[0] == 2600 + 2600 * 4 + 4
         assert "in vain" not in events
-
-
-@pytest.mark.usefixtures("buckets")
-def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(double):
-    net = build_net()
-    x = torch.randn(6, 4)
-
-    def everything(forward, parameters):
-        found = torch.autograd.grad(forward(x).pow(2).sum(), parameters, create_graph=True)
-        sum(gradient.pow(2).sum() for gradient in found).backward()
-        some = torch.autograd.grad(forward(x).sum(), [parameters[0], parameters[3]])
-        forward(x).sum().backward(inputs=parameters[:1])
-        result = [gradient.cpu() for gradient in (*gradients(net), *found, *some)]
-        net.zero_grad()
-        return [gradient.detach() for gradient in result]
-
-    expected = everything(net, list(net.parameters()))
-    with simulate(3):
-        model = DataParallelModel(net.to("sim:0"))
-        found = everything(lambda x: gather(model(x)), list(net.parameters()))
-        # Gradients that are asked for by name are not kept back.
-        with model.no_sync():
-            asked = torch.autograd.grad(gather(model(x)).sum(), list(net.parameters())[:1])
-        torch.testing.assert_close(asked[0].cpu(), expected[-2])
-    assert_same_gradients(found, expected)
-
-
-@pytest.mark.usefixtures("buckets")
-def test_gradients_are_bitwise_reproducible():
-    class Twice(nn.Linear):
-        def forward(self, x):
-            return (x @ self.weight).tanh() @ self.weight + x @ self.weight
-
-    with simulate(4):
-        net = Twice(64, 64, bias=False).to("sim:0")
-        model = DataParallelModel(net)
-        x = torch.randn(64, 64)
-        found = set()
-        for _ in range(10):
-            net.zero_grad()
-            gather(model(x)).pow(2).sum().backward()
-            found.add(net.weight.grad.cpu().numpy().tobytes())
-        assert len(found) == 1
-
-
-@pytest.mark.usefixtures("buckets")
-def test_buckets_have_bounded_size_one_dtype_and_reverse_order(monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 25 * 2**20)
-    parameters = [nn.Parameter(torch.empty(2**21)) for _ in range(7)]  # 8 MiB each
-    parameters.insert(3, nn.Parameter(torch.empty(4, dtype=torch.float64)))
-    made = make_buckets(parameters)
-    assert [len(bucket.parameters) for bucket in made] == [3, 3, 1, 1]
-    assert made[0].parameters[0] is parameters[-1]
-    assert all(len({parameter.dtype for parameter in bucket.parameters}) == 1 for bucket in made)
-
-
-@pytest.mark.usefixtures("buckets", "double")
-@pytest.mark.parametrize("deferred", [False, True])
-def test_gradients_accumulate_in_place(deferred):
-    with simulate(3):
-        model, x = settled(build_net())
-        gather(model(x)).sum().backward()
-        first = [parameter.grad for parameter in model.parameters()]
-        expected = [gradient.cpu() * 2 for gradient in first]
-        with model.no_sync() if deferred else contextlib.nullcontext():
-            gather(model(x)).sum().backward()
-        model.reduce_gradients()
-        assert all(
-            parameter.grad is gradient
-            for parameter, gradient in zip(model.parameters(), first, strict=True)
-        )
-        assert_same_gradients([gradient.cpu() for gradient in first], expected)
 
 
 @pytest.mark.parametrize("balanced", [False, True])

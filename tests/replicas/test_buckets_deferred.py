@@ -16,7 +16,7 @@ from helpers.problems import (
 from helpers.updates import SIMULATED, values_of
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, simulate
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -137,26 +137,3 @@ def test_deferred_gradients_do_not_keep_the_replicas_alive():
         del model
         gc.collect()
         assert seen() is None
-
-
-def test_step_over_micro_batches_reduces_gradients_once():
-    with simulate(4) as cluster:
-        net = nn.Linear(64, 512).to("sim:0")
-        model = DataParallelModel(net)
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        step = TrainStep(model, criterion, sgd(net), micro_batch_size=2)
-        size = sum(parameter.nbytes for parameter in net.parameters())
-        x = torch.randn(64, 64)
-        target = torch.randint(512, (64,))
-        step(x, target)
-        before = cluster.moved
-        step(x, target)
-        moved = cluster.moved - before
-        assert size <= moved["sim:2", "sim:0"] <= size + 8 * 16
-        # The parameters go from device to device.
-        assert size <= moved["sim:1", "sim:2"] <= size + 8 * 16
-        for start in range(0, 64, 16):
-            step.add(x[start : start + 16], target[start : start + 16])
-        before = cluster.moved
-        step.apply()
-        assert (cluster.moved - before)["sim:2", "sim:0"] == size

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from helpers.problems import build_net
-from helpers.traffic import NAMES, devices_of, traffic
+from helpers.traffic import devices_of
 from torch import nn
 
-from balanced_parallel import DataParallelModel, parallelize, simulate
+from balanced_parallel import DataParallelModel, simulate
 
 CPUS = ["cpu"] * 3
 
@@ -29,24 +29,6 @@ def test_one_output_per_replica_that_had_rows(rows):
     assert [len(output) for output in outputs] == [
         size for size in (-(-(rows - i) // 3) for i in range(3)) if size > 0
     ] or [0]
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
-def test_precision_sets_autocast_in_all_replicas(precision, dtype):
-    outputs = DataParallelModel(build_net(), CPUS, precision=precision)(torch.randn(6, 4))
-    assert {output.dtype for output in outputs} == {dtype}
-
-
-def test_fewer_rows_than_devices_use_no_other_devices():
-    with simulate(3) as cluster:
-        model, criterion = parallelize(build_net().to("sim:0"), nn.CrossEntropyLoss())
-        before = cluster.moved
-        outputs = model(torch.randn(1, 4))
-        assert devices_of(outputs) == NAMES[:1]
-        criterion(outputs, torch.tensor([1])).backward()
-        assert traffic(cluster, before)[1] == {}
 
 
 def test_default_devices_are_all_simulated_devices():

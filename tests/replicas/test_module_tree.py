@@ -243,22 +243,6 @@ def test_weights_are_flat_on_every_device_and_flattened_once(flattened, kind, is
         assert_same(net, plain, 1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_another_type_are_flattened_again(flattened, kind):
-    with simulate(3):
-        net = Reads(kind)
-        model = DataParallelModel(net, dim=1)
-        x = torch.ones(4, 6, 3)
-        model(x)
-        net.double()
-        flattened.clear()
-        for _ in range(2):
-            model(x.double())
-        assert flattened == {"sim:1": 1, "sim:2": 1}
-        assert all(flat for _, flat in net.found)
-
-
 def with_max_norm():
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(7, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 2)).double()

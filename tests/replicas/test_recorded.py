@@ -26,7 +26,6 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-from balanced_parallel.replicas import recorded as chapter
 from balanced_parallel.replicas.recorded import checksum
 
 
@@ -249,60 +248,6 @@ def test_other_ways_to_refresh_are_refused(call):
     with pytest.raises(ValueError, match=REFRESH):
         call(build_net(), device_ids=["cpu"] * 2, refresh="never")
     assert inspect.signature(call).parameters["refresh"].default == "recorded"
-
-
-@pytest.mark.parametrize("is_balanced", [False, True])
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_sums_are_taken_where_values_may_stay(is_balanced, is_frozen, monkeypatch):
-    """A plain optimizer writes to all that it trains. Its parameters are copied, and no sums are waited for."""
-    sizes = []
-
-    def counted(tensors):
-        sizes.append(sum(map(torch.numel, tensors)))
-        return checksum(tensors)
-
-    monkeypatch.setattr(chapter, "checksum", counted)
-    with simulate(3):
-        net = build_net().to("sim:0")
-        net[0].requires_grad_(not is_frozen)
-        frozen, everything = (sum(map(torch.numel, each.parameters())) for each in (net[0], net))
-        model = copy.deepcopy(DataParallelModel(net, SIMULATED))
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        kind = torch.optim.SGD
-        optimizer = (
-            BalancedOptimizer(model, kind, parameters, lr=0.1)
-            if is_balanced
-            else kind(parameters, 0.1)
-        )
-        step = TrainStep(model, mse(), optimizer, micro_batch_size=1)
-        for x, y in random_batches(4):
-            sizes.clear()
-            step(x, y)
-        assert sum(sizes) == frozen * is_frozen + 2 * is_balanced * (
-            everything - frozen * is_frozen
-        )
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("by_step", [False, True])
-def test_an_update_of_a_balanced_optimizer_moves_three_times_the_parameters(by_step):
-    """Each device sends and receives half of the sums, and half of the new values."""
-    with simulate(4) as cluster:
-        net = nn.Linear(64, 64, bias=False)
-        model = DataParallelModel(net.to("sim:0"))
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-        step = TrainStep(model, mse(), optimizer)
-        x = torch.randn(4, 64)
-        for _ in range(3):
-            before = cluster.moved
-            if by_step:
-                step(x, x)
-            else:
-                mse()(model(x), x).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        # The losses are moved too.
-        assert through_busiest(cluster.moved - before) <= 3.0 * net.weight.nbytes + 256
 
 
 KINDS = [

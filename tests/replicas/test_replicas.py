@@ -5,7 +5,6 @@ Copies of parameters on other devices, refreshed where the parameters have chang
 Copies between devices in one step: how many, and how many of them wait for each other.
 """
 
-import contextlib
 import copy
 import gc
 import pickle
@@ -13,24 +12,20 @@ import weakref
 
 import pytest
 import torch
-from helpers.optimizers import balanced_or_plain, sgd
+from helpers.optimizers import sgd
 from helpers.problems import build_net
 from helpers.releases import released_at_once
-from helpers.replicas import assert_follows, outputs_of, settled, write_unseen
-from helpers.slow import slow
+from helpers.replicas import assert_follows, outputs_of, settled
 from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import (
-    DataParallelCriterion,
     DataParallelModel,
-    TrainStep,
     convert_sync_batchnorm,
     gather,
     savings,
     simulate,
 )
-from balanced_parallel.replicas.replicas import window
 
 CPUS = ["cpu"] * 3
 RESIZED = "a parameter of another size"  # The graph of the forward before must be gone.
@@ -82,26 +77,6 @@ def test_replicas_follow_changes_of_the_module(name):
         assert name == "another dtype" or changed.shape != before.shape or not changed.equal(before)
         net.zero_grad()
         gather(model(x)).sum().backward()
-
-
-@pytest.mark.usefixtures("buckets")
-def test_replicas_follow_modes_requires_grad_and_buffers():
-    with simulate(3):
-        net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5))
-        model, x = settled(net)
-        net.eval()
-        assert_follows(model, net, x)
-        net[1].running_mean.add_(3)
-        assert_follows(model, net, x)
-        net[1].running_mean = torch.full((5,), 2.0, device="sim:0")
-        assert_follows(model, net, x)
-        net[0].requires_grad_(False)
-        gather(model(x)).sum().backward()
-        assert net[0].weight.grad is None
-        assert net[1].weight.grad is not None
-        net[0].requires_grad_(True)
-        gather(model(x)).sum().backward()
-        assert net[0].weight.grad is not None
 
 
 @pytest.mark.parametrize("devices", [CPUS, None])
@@ -232,44 +207,6 @@ def test_parameters_are_copied_once_in_each_window(name):
 
 
 @pytest.mark.usefixtures("buckets")
-def test_parameters_are_copied_once_in_an_update_and_by_each_add():
-    with simulate(3) as cluster:
-        moved = Moved(cluster)
-        criterion = DataParallelCriterion(nn.MSELoss())
-        step = TrainStep(moved.model, criterion, sgd(moved.net), micro_batch_size=1)
-        batch = moved.x, torch.randn(6, 5)
-        for call in (step, step.add):
-            assert moved.size <= moved.by(lambda call=call: call(*batch)) < 2 * moved.size
-        assert moved.by(lambda: step.add(*batch)) >= moved.size
-        step.apply()
-
-
-@pytest.mark.usefixtures("buckets")
-def test_refresh_replicas_copies_unrecorded_writes_in_a_window():
-    with simulate(3):
-        net = build_net()
-        model, x = settled(net)
-        for block in (contextlib.nullcontext, model.no_sync):
-            with block():
-                model(x)
-                for parameter in net.parameters():
-                    write_unseen(parameter, 3)
-                model.refresh_replicas() if block is not contextlib.nullcontext else None
-                assert_follows(model, net, x)
-
-
-@pytest.mark.usefixtures("buckets")
-def test_replicas_on_one_device_share_parameters():
-    with simulate(1) as cluster:
-        net = nn.Linear(512, 512).to("sim:0")
-        size = cluster.live[0]
-        model = DataParallelModel(net, [0, 0, 0])
-        model(torch.ones(3, 512))
-        gc.collect()
-        assert cluster.live[0] < 1.1 * size
-
-
-@pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_refresh_without_memory_is_made_again(fused):
     """A change that was seen, but not copied to every device, is not forgotten."""
@@ -297,17 +234,6 @@ def test_a_refresh_without_memory_is_made_again(fused):
         assert failures > 3
 
 
-def longest_chain(copies):
-    """A device takes part in one copy at a time."""
-    busy = {}
-    for ends in copies:
-        for device in ends:
-            busy[device] = (
-                1 + max(busy.get(end, 0) for end in ends) if device == ends[0] else busy[ends[0]]
-            )
-    return max(busy.values(), default=0)
-
-
 class Copies:
     """Copies between devices since the last look."""
 
@@ -329,68 +255,3 @@ def build():
         nn.BatchNorm1d(30),
         nn.Linear(30, 3),
     )
-
-
-@pytest.mark.parametrize("balanced", [False, True])
-@pytest.mark.parametrize("count", [slow(2), 3, 4, slow(8)])
-def test_copies_of_a_bucket_go_to_the_first_device_or_in_rounds(count, balanced):
-    with simulate(count) as cluster:
-        model = DataParallelModel(build())
-        kind = torch.optim.SGD
-        optimizer = balanced_or_plain(model, kind, balanced)
-        copies = Copies(cluster)
-        x = torch.randn(2 * count, 4)
-        losses = [output.sum() for output in model(x)]
-        copies.take()
-        torch.autograd.backward(losses)
-        gradients = copies.take()
-        with window(model):
-            model(x)
-            copies.take()
-            optimizer.step()
-        parameters = copies.take()
-        model(x)
-        # parameters, unless the owners have published them, and buffers of two dtypes
-        assert len(copies.take()) == (2 if balanced else 3) * (count - 1)
-        if not balanced:
-            assert sorted(gradients) == sorted(
-                (f"sim:{index}", "sim:0") for index in range(1, count)
-            )
-            assert parameters == []
-            return
-        rounds = count if count % 2 else count - 1
-        for found in (gradients, parameters):
-            assert len(found) == len(set(found)) == count * (count - 1)
-            assert longest_chain(found) == 2 * rounds  # each pair in both directions
-
-
-@released_at_once
-@pytest.mark.parametrize("balanced", [False, True])
-def test_a_large_parameter_is_not_packed(balanced):
-    size = 2**20
-    with simulate(4) as cluster:
-        model = DataParallelModel(nn.Linear(size // 4, 1, bias=False).to("sim:0"))
-        optimizer = balanced_or_plain(model, torch.optim.SGD, balanced)
-        for _ in range(2):
-            losses = [output.sum() for output in model(torch.ones(4, size // 4))]
-            cluster.reset_peak()
-            torch.autograd.backward(losses)
-            del losses
-            # parameter, inputs and gradient; the sum and what was received take the place of the inputs
-            assert max(cluster.peak) <= (3 if balanced else 4) * size + 4096
-            cluster.reset_peak()
-            optimizer.step()
-            # the sums of the bits take a little memory of the first device
-            assert max(cluster.peak) <= (1.35 if balanced else 2) * size + 4096
-            assert sorted(cluster.peak)[-2] <= (1.25 if balanced else 2) * size + 4096
-            optimizer.zero_grad()
-
-
-def test_the_first_copies_need_no_other_memory():
-    with simulate(3) as cluster:
-        model = DataParallelModel(
-            nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]).to("sim:0")
-        )
-        model.replicas.prepare(model.module, model.devices)
-        size = sum(-(-parameter.nbytes // 512) * 512 for parameter in model.parameters())
-        assert cluster.peak == [size] * 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from helpers import caches, unequal
+from helpers import caches
 from helpers.compiled import ROWS, Graphs, Net, assert_same_run, batches, build, plain_run
 from helpers.optimizers import sgd
 from helpers.problems import assert_equal
@@ -24,7 +24,6 @@ from balanced_parallel import (
     DataParallelModel,
     TrainStep,
     convert_sync_batchnorm,
-    memory,
     simulate,
 )
 from balanced_parallel.replicas.replicas import window
@@ -147,31 +146,6 @@ def test_evaluations_by_hand_on_several_devices():
             assert_close(model(inputs).gather("cpu"), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler imports it
-def test_estimates_of_several_devices():
-    net = build().float()
-    batch = (torch.zeros(6, 13, dtype=torch.float32), torch.zeros(6, dtype=torch.long))
-    settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
-    expected = memory.estimate(net, nn.CrossEntropyLoss(), *batch, **settings)
-    assert (
-        memory.estimate(torch.compile(net), nn.CrossEntropyLoss(), *batch, **settings).allocated
-        == expected.allocated
-    )
-
-
-@pytest.mark.slow
-def test_devices_have_a_limit_of_graphs_each():
-    """Eight graphs are torch's limit for a function, which several devices would reach: then it runs without the compiler."""
-    graphs = Graphs()
-    with simulate(3) as cluster, torch._dynamo.config.patch(recompile_limit=3):
-        net = build()
-        assert_same_run(
-            train(wrap(net, cluster.devices, "module.compile()", backend=graphs), net), net
-        )
-    assert 3 < graphs.count <= 9
-
-
 def test_buffers_and_attributes_are_those_of_the_first_replica():
     results = []
     for backend in (None, "eager"):
@@ -234,20 +208,6 @@ def test_balanced_optimizer_and_rows_that_are_not_on_the_first_device():
 
 
 @pytest.mark.slow
-def test_rows_cut_by_cost():
-    """Shards have any number of rows and any length, of which one is a shape of its own."""
-    net = unequal.build()
-    graphs = Graphs()
-    compiled = torch.compile(net, backend=graphs, dynamic=True)
-    step = unequal.make_step(compiled, cost=unequal.length_of, collate=unequal.pad)
-    for number in range(8):
-        samples = unequal.make_samples(torch.randint(2, 30, (5 + number,)).tolist())
-        expected, _, _ = unequal.plain(net, samples)
-        assert_equal(step(samples), expected)
-    assert graphs.count <= 2
-
-
-@pytest.mark.slow
 def test_inductor():
     """The compiler itself, on the CPU."""
     net = build()
@@ -257,17 +217,6 @@ def test_inductor():
             train(wrap(net, CPUS, "torch.compile(module)", dynamic=True), net, micro_batch_size=2),
             net,
         )
-
-
-@pytest.mark.slow
-def test_states_have_the_names_of_the_module_that_was_compiled():
-    net = build()
-    again = build()
-    step = train_step(DataParallelModel(torch.compile(net, backend="eager"), CPUS), net)
-    step(*next(batches()))
-    plain = train_step(DataParallelModel(again, CPUS[:1]), again)
-    plain.load_state_dict(step.state_dict())
-    assert torch.equal(again.first.weight, net.first.weight)
 
 
 COMPILED_LOSSES = {

@@ -44,29 +44,6 @@ def test_modes_are_put_back_after_an_error_too():
     assert net.training
 
 
-def test_activations_are_not_kept():
-    layers = 12
-    width = 64
-    peaks = []
-    for evaluates in (False, True):
-        with simulate(2) as cluster:
-            model = DataParallelModel(
-                nn.Sequential(
-                    *[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
-                )
-            )
-            inputs = torch.randn(2048, width)
-            if evaluates:
-                with inference(model):
-                    model(inputs)
-            else:
-                model(inputs)
-        peaks.append(max(cluster.peak))
-    size = 1024 * width * 4
-    assert peaks[0] >= layers * size
-    assert peaks[1] <= 4 * size + 2 * layers * (width + 1) * width * 4
-
-
 class Forces(nn.Module):
     """Energies, and their gradients by the positions, by features, or by a weight."""
 

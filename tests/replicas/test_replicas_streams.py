@@ -6,20 +6,18 @@ One model called from several threads, by another model, and in its own forward.
 """
 
 import contextlib
-import copy
 import functools
 import itertools
 import threading
 
 import pytest
 import torch
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
 from helpers.slow import pairs, slow_but
 from helpers.updates import SIMULATED
 from torch import nn
 
 from balanced_parallel import (
-    BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
     convert_sync_batchnorm,
@@ -203,52 +201,6 @@ def test_concurrent_forwards_and_backwards_equal_the_plain_program(devices, defe
             run()
         assert [*map(id, net.parameters())] == [*map(id, own)]
         assert_same_gradients(gradients(net), expected)
-
-
-@pytest.mark.usefixtures("double", "buckets")
-def test_optimizer_step_in_another_thread_keeps_the_parameters():
-    with simulate(3):
-        model = DataParallelModel(build_net())
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.0)
-        x = torch.randn(7, 4)
-        gather(model(x)).sum().backward()
-        own = [*map(id, model.parameters())]
-
-        def run():
-            for _ in range(20):
-                model(x)
-
-        def update():
-            for _ in range(20):
-                optimizer.step()
-
-        together(run, update)
-        assert [*map(id, model.parameters())] == own
-
-
-@pytest.mark.usefixtures("double", "buckets")
-def test_model_called_by_replicas_of_another_model():
-    class Asks(nn.Module):
-        def __init__(self, teacher):
-            super().__init__()
-            self.own = nn.Linear(4, CLASSES)
-            self.ask = teacher
-
-        def forward(self, x):
-            return self.own(x) * self.ask(x).to(x.device)
-
-    x = torch.randn(7, 4)
-    net = Asks(build_net())
-    net(x).square().sum().backward()
-    with simulate(3):
-        outer = copy.deepcopy(net)
-        outer.zero_grad()
-        teacher = outer._modules.pop("ask")
-        teach = DataParallelModel(teacher)
-        # It is no part of the module, and every replica asks it.
-        object.__setattr__(outer, "ask", lambda x: gather(teach(x)))
-        gather(DataParallelModel(outer)(x)).square().sum().backward()
-        assert_same_gradients(gradients(outer, teacher), gradients(net))
 
 
 @pytest.mark.usefixtures("double", "buckets")

@@ -5,82 +5,11 @@ import io
 
 import pytest
 import torch
-from helpers.problems import assert_equal, build_net
-from helpers.slow import pairs
-from helpers.updates import (
-    Head,
-    Unrecorded,
-    random_batches,
-    values_of,
-)
+from helpers.problems import build_net
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
-
-
-def fused_optimizer(parameters, device):
-    return (
-        Unrecorded(parameters, 0.05)
-        if device.startswith("sim")
-        else torch.optim.AdamW(parameters, 0.05, fused=True)
-    )
-
-
-class ThroughData(torch.optim.Optimizer):
-    """An optimizer that writes through ``.data``, as many do."""
-
-    def __init__(self, parameters, device):
-        super().__init__(parameters, {"lr": 0.05})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.sub_(parameter.grad, alpha=group["lr"])
-
-
-LAYOUTS = [["cpu"], ["sim:0", "sim:1"], ["cpu", "sim:0", "sim:1"]]
-
-
-@pytest.mark.usefixtures("double", "buckets")
-@pytest.mark.parametrize(
-    ("devices", "kind", "micro_batch_size", "scaled"),
-    pairs(LAYOUTS[::-1], [fused_optimizer, ThroughData], [None, 2], [False, True], fast=4),
-)
-def test_an_optimizer_with_writes_that_torch_does_not_record_trains_all_replicas(
-    kind, devices, micro_batch_size, scaled
-):
-    def trained(devices):
-        net = build_net()
-        head = Head()
-        model = DataParallelModel(net, devices)
-        criterion = DataParallelCriterion(head, weight=lambda x, y: x.size(0))
-        criterion.to(devices[0])
-        optimizer = kind([*net.parameters(), *head.parameters()], devices[0])
-        # the first steps change nothing
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: float(number > 2))
-        scaler = torch.amp.GradScaler(
-            "cpu" if devices[0] == "cpu" else "sim", init_scale=64.0, enabled=scaled
-        )
-        step = TrainStep(
-            model, criterion, optimizer, micro_batch_size=micro_batch_size, scheduler=scheduler
-        )
-        for number, (x, y) in enumerate(random_batches(8)):
-            if number % 2:
-                step(x, y)
-            else:
-                optimizer.zero_grad()
-                scaler.scale(criterion(model(x), y)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                scheduler.step()
-        return values_of(net, head)
-
-    torch.manual_seed(3)
-    expected = trained(["cpu"])
-    with simulate(2):
-        torch.manual_seed(3)
-        assert_equal(trained(devices), expected)
+from balanced_parallel import DataParallelModel, gather, simulate
 
 
 @pytest.mark.usefixtures("double")

@@ -87,30 +87,6 @@ def test_errors_keep_their_type_and_name_the_replica(error):
     )
 
 
-def test_errors_of_a_single_replica_name_the_replica():
-    with pytest.raises(ValueError, match=r"bad\nin replica 0 on device cpu"):
-        run_replicas([failing(ValueError("bad"))], CPUS[:1])
-
-
-def test_first_error_is_raised_after_all_workers_ended():
-    begun = threading.Event()
-    finished = threading.Event()
-
-    def slow():
-        begun.set()
-        time.sleep(0.05)
-        finished.set()
-        raise TypeError("the second failure")
-
-    def fast():
-        begun.wait(20)
-        raise ValueError("the first")
-
-    with pytest.raises(ValueError, match="the first"):
-        run_replicas([slow, fast, int], APART)
-    assert finished.is_set()
-
-
 def test_replicas_on_one_device_take_turns_in_order():
     """They share its random numbers. A replica that waits for the others passes its turn on."""
     events = []
@@ -139,15 +115,6 @@ def test_replicas_on_one_device_take_turns_in_order():
         (0, "c"),
         (2, "c"),
     ]
-
-
-def test_replicas_do_not_begin_after_a_failure_on_their_device():
-    begun = []
-    with pytest.raises(ValueError, match="replica 0"):
-        run_replicas(
-            [failing(ValueError("bad")), lambda: begun.append(1), lambda: begun.append(2)], CPUS
-        )
-    assert not begun
 
 
 @pytest.mark.parametrize("moment", ["before a start", "in a start"])
@@ -277,12 +244,6 @@ def test_threads_keep_nothing_of_the_forward_that_starts_them(monkeypatch):
     assert [len(context) for context in contexts] == [0, 0]
 
 
-def test_many_models_have_no_more_threads_than_one():
-    for number in range(10):
-        normalised()(torch.ones(6, 4))
-        assert len(idle_threads()) == 3, number
-
-
 def test_a_forward_inside_of_a_forward_gets_threads_of_its_own():
     class Outer(nn.Module):
         def __init__(self, inner):
@@ -299,21 +260,6 @@ def test_a_forward_inside_of_a_forward_gets_threads_of_its_own():
         for _ in range(5):
             model(torch.randn(9, 4)).gather().sum().backward()
         assert len(idle_threads()) == 6  # the inner model runs one forward at a time
-
-
-def test_forwards_in_two_threads_at_once_do_not_wait_for_each_other():
-    together = threading.Barrier(6, timeout=20)
-    threads = [
-        threading.Thread(target=run_replicas, args=([together.wait] * 3, APART)) for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    assert not together.broken
-    assert len(idle_threads()) == 6
-    assert len(set(run_replicas([threading.current_thread] * 3, APART))) == 3
 
 
 class Interrupting(nn.Module):

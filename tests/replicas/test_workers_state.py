@@ -5,15 +5,12 @@ Thread-local state of the caller, seen by a new thread: each kind must be carrie
 
 import contextlib
 import contextvars
-import threading
 
 import pytest
 import torch
 from helpers.problems import assert_same_gradients, build_net, gradients
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from balanced_parallel import (
@@ -22,7 +19,6 @@ from balanced_parallel import (
     gather,
     simulate,
 )
-from balanced_parallel.replicas.workers import ThreadState
 
 LAYOUTS = [["sim:0", "sim:1", "sim:2"], ["sim:0", "sim:0", "cpu"]]
 
@@ -170,86 +166,3 @@ def test_blocks_around_a_call_reach_the_replicas_and_stay_there_no_longer(block,
             assert [*model(x)] == [expected] * 3
         assert (expected == plain) == (block == "no autocast")
         assert [*model(x)] == [plain] * 3
-
-
-CPU = [torch.device("cpu")]
-
-
-def in_thread(work):
-    """Returns the result of ``work`` in another thread, with the state of this one. Nothing of it stays there."""
-    state = ThreadState(CPU)
-    found = []
-
-    def run():
-        with state.enter():
-            found.append(work())
-        found.append(ThreadState(CPU))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    result, after = found
-    assert (after.saved_tensor_hooks, after.function_modes, after.dispatch_modes) == (None, (), ())
-    return result
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-        self.entered = 0
-
-    def __enter__(self):
-        self.entered += 1
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append((threading.get_ident(), func.__name__))
-        return func(*args, **(kwargs or {}))
-
-
-def compute():
-    return threading.get_ident(), torch.ones(2, device="cpu").exp()
-
-
-def test_modes_are_carried_and_not_entered_again():
-    with Operators() as outer, Operators() as inner:
-        assert ThreadState(CPU).needs_turns
-        outer.names.clear()
-        ident, _ = in_thread(compute)
-    for mode in (outer, inner):
-        assert (ident, "exp.default") in mode.names
-        assert mode.entered == 1
-    assert not ThreadState(CPU).needs_turns
-
-
-class Noting(TorchFunctionMode):
-    def __init__(self, name, order):
-        super().__init__()
-        self.name = name
-        self.order = order
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.order.append(self.name)
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_order_of_modes_is_carried():
-    order = []
-    x = torch.ones(2)
-    with Noting("first", order), torch.device("meta"), Noting("second", order):
-        assert in_thread(lambda: torch.empty(1).device.type) == "meta"
-        order.clear()
-        in_thread(x.exp)
-    assert order == ["second", "first"]
-
-
-def test_fake_tensors_are_made_in_other_threads_too():
-    with FakeTensorMode() as mode:
-        _, made = in_thread(compute)
-    assert made.fake_mode is mode
-
-
-def test_the_default_device_needs_no_turns():
-    with torch.device("meta"):
-        assert not ThreadState(CPU).needs_turns

@@ -1,8 +1,5 @@
 """``TrainStep(reproducible="bits")``: values, failures and repetitions, state, and what is refused."""
 
-import functools
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +9,6 @@ from helpers.problems import build_net, class_targets
 from helpers.ranks import on_ranks, run_ranks
 from helpers.steps import make_step, parallel_step
 from torch import nn
-from torch.testing import assert_close
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -61,145 +57,7 @@ def bits_of(step, *values):
 # Values
 
 
-class Counted(nn.Module):
-    """Counts its forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
-        self.forwards = []
-
-    def forward(self, inputs):
-        self.forwards.append(len(inputs))
-        return self.net(inputs)
-
-
-def train_with_means(rank, ranks=1, devices=1, resumed=False, rows=ROWS):
-    """Returns digests of three updates with means inside of a criterion, and counts of forwards.
-
-    The step is another one in each update if it is resumed.
-    """
-    torch.manual_seed(0)
-    module = Counted()
-    inputs, labels = batch(rows=rows)
-    inputs = inputs[rows_of(rank, ranks)]
-    labels = labels[rows_of(rank, ranks)]
-    values = torch.sin(7 * inputs[:, :1]).expand(-1, 5)
-    model, criterion = parallelize(module, one_count, ["cpu"] * devices)
-    make = functools.partial(TrainStep, model, criterion, sgd(module), max_grad_norm=1.0, **BITS)
-    found = []
-    counts = []
-    step = make()
-    for _ in range(3):
-        step = make() if resumed else step
-        module.forwards.clear()
-        found.append(bits_of(step, step(inputs, (labels, values)), step.grad_norm))
-        counts.append(len(module.forwards))
-    return found, counts
-
-
-def test_means_inside_take_two_forwards_once_and_have_the_same_bits_when_resumed():
-    expected, counts = train_with_means(0)
-    groups = -(-ROWS // SIZE)
-    assert counts[0] > 2 * groups
-    assert counts[1:] == [groups, groups]
-    for settings in ({"resumed": True}, {"devices": 3}, {"devices": 3, "resumed": True}):
-        assert train_with_means(0, **settings)[0] == expected, settings
-    for resumed in (False, True):
-        for found, _ in run_ranks(2, train_with_means, 2, 1, resumed):
-            assert found == expected
-    # An update of one group has the same passes.
-    expected, _ = train_with_means(0, rows=SIZE)
-    assert train_with_means(0, resumed=True, rows=SIZE)[0] == expected
-
-
-def test_parts_of_a_parameter_have_the_same_bits_in_any_layout(monkeypatch):
-    """Parameters have parts of 7 elements, of other magnitudes each."""
-    monkeypatch.setattr(exact, "_ELEMENTS_ON_CPU", 7)
-    found = []
-    for devices in (1, 3):
-        net = build_net()
-        with torch.no_grad():
-            net[0].weight.mul_(torch.tensor([1.0, 0.0, 1e-12, 1e12]))
-        step = make_step(net, devices=devices, max_grad_norm=1.0, **BITS)
-        found.append(bits_of(step, step(*batch()), step.grad_norm, step(*batch())))
-    assert found[0] == found[1]
-
-
 # Sums and norms
-
-
-def sum_of(gradients, parts):
-    """Returns the exact sum of gradients that are added in parts, and the parts merged."""
-    sums = []
-    for part in parts:
-        total = exact.ExactSum()
-        for number in part:
-            total.add(gradients[number], *exact.magnitudes_of([gradients[number]])[0])
-        sums.append(total)
-    first, *others = sums
-    for other in others:
-        first.merge(other, torch.device("cpu"))
-    first.complete((), gradients[0])
-    total = torch.zeros_like(gradients[0], dtype=torch.float64)
-    first.write(total, 1.0)
-    return total.to(gradients[0].dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_sums_are_the_same_in_any_order_and_in_any_parts(dtype):
-    numbers = range(30)
-    gradients = [
-        (torch.randn(40, dtype=torch.float64) * 10.0 ** (number % 7 - 3)).to(dtype)
-        for number in numbers
-    ]
-    expected = sum_of(gradients, [numbers])
-    for _ in range(5):
-        order = torch.randperm(len(numbers)).tolist()
-        cut = int(torch.randint(len(numbers), ()))
-        assert digest(sum_of(gradients, [order[:cut], order[cut:], []])) == digest(expected)
-    exactly = torch.tensor(
-        [math.fsum(column) for column in torch.stack(gradients).double().t().tolist()],
-        dtype=torch.float64,
-    )
-    assert_close(
-        expected, exactly.to(dtype), rtol=1e-7 if dtype == torch.float32 else 1e-10, atol=1e-10
-    )
-    in_turn = [
-        functools.reduce(torch.add, [gradients[number] for number in order])
-        for order in (numbers, [*numbers][::-1])
-    ]
-    assert digest(in_turn[0]) != digest(in_turn[1])  # a sum in floating point has an order
-
-
-def test_a_norm_is_the_same_for_any_cut_of_the_gradients():
-    whole = [torch.randn(size) * 10.0**size for size in (5, 3)] + [
-        torch.randn(1001),
-        torch.randn(40, 7),
-    ]
-
-    def norm_of(tensors):
-        parameters = [nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
-        for parameter, tensor in zip(parameters, tensors, strict=True):
-            parameter.grad = tensor.clone()
-        norm = exact.clip_exactly(parameters, 1.0)
-        return digest(norm), digest(
-            torch.cat([parameter.grad.flatten() for parameter in parameters]).sort().values
-        )
-
-    cuts = [
-        [part for tensor in whole for part in tensor.flatten().tensor_split(count)]
-        for count in (1, 2, 3, 7)
-    ]
-    cuts.append(cuts[2][::-1])
-    assert len({norm_of(cut) for cut in [whole, *cuts]}) == 1
-    assert_close(
-        exact.clip_exactly([], 1.0), torch.tensor(0.0, dtype=torch.float64), check_dtype=False
-    )
-    flat = torch.cat([tensor.flatten() for tensor in whole[2:]])
-    others = [[flat], *([*flat.tensor_split(count)] for count in (2, 3, 5, 7, 11))]
-    norms = {digest(torch.nn.utils.get_total_norm(each)) for each in others}
-    assert len(norms) > 1  # torch's norm depends on the cut
 
 
 # Failures and values that are not finite
@@ -410,12 +268,6 @@ def test_what_would_round_in_another_way_is_refused(name, monkeypatch):
         monkeypatch.setattr(exact, "_MOST_GROUPS", 5)
     with simulate(1), pytest.raises((ValueError, RuntimeError, TypeError), match=message):
         make_step(**settings)(*rows)
-
-
-def test_a_number_of_rows_cannot_be_taken_away_later():
-    step = make_step(build_net(), **BITS)
-    with pytest.raises(ValueError, match="micro_batch_size=None, expected a number of rows"):
-        step.micro_batch_size = None
 
 
 def pairs(output, labels):

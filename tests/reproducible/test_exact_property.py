@@ -14,8 +14,6 @@ from helpers.exact import (
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 
-from balanced_parallel.reproducible import exact
-
 ONE = Layout()
 # Several threads of several ranks are slow where they share few cores.
 FEW = [seed for seed in range(25) if draw_problem(seed).threads == 1]
@@ -136,39 +134,3 @@ def test_two_threads_have_the_same_bits_in_all_layouts():
 
 
 # Broken on purpose
-
-
-WIDE = {
-    "net": "Perceptron",
-    "loss": "cross entropy",
-    "dtype": torch.float32,
-    "precision": "fp32",
-    "rows": (17, 13, 17),
-}
-
-
-def test_groups_of_another_size_have_other_bits():
-    found = [train(0, draw_problem(0, **WIDE, micro_batch_size=size), ONE) for size in (2, 3)]
-    assert any("model" in name for name in differences(*found))
-
-
-def bits_of_three(reproducible):
-    """Returns what differs between three devices and one, of the same groups."""
-    problem = draw_problem(0, **WIDE, micro_batch_size=2, reproducible=reproducible)
-    devices = ("sim:0", "sim:1", "sim:2")
-    layouts = Layout(in_turn=(devices,)), Layout(in_turn=(devices[:1],))
-    return differences(*(train(0, problem, layout) for layout in layouts))
-
-
-def test_without_the_setting_layouts_have_other_bits():
-    assert any("model" in name for name in bits_of_three(True))
-
-
-def test_a_sum_of_groups_in_float32_has_other_bits(monkeypatch):
-    assert not bits_of_three("bits")
-
-    def add_in_float32(self, gradient, *_):
-        self.integers[0] = self.integers.get(0, 0) + gradient
-
-    monkeypatch.setattr(exact.ExactSum, "add", add_in_float32)
-    assert any("model" in name for name in bits_of_three("bits"))

@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-import sys
 import warnings
 
 import pytest
@@ -397,26 +396,6 @@ def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
 
     with config.patch(fallback_random=True):
         make_step_of(net, nn.MSELoss(), devices=1, reproducible=True)
-
-
-FILES = {
-    False: ("reproducible/row_random.py", "reproducible/numbered_rows.py", "reproducible/exact.py"),
-    True: ("reproducible/exact.py",),
-}
-
-
-@pytest.mark.parametrize("reproducible", FILES)
-def test_a_step_calls_nothing_of_other_settings(reproducible):
-    seen = []
-    settings = {"micro_batch_size": 2, "max_grad_norm": 1.0, "reproducible": reproducible}
-    step = make_step_of(nn.Sequential(nn.Linear(6, 5), nn.Dropout()), nn.MSELoss(), **settings)
-    sys.setprofile(lambda frame, *_: seen.append(frame.f_code.co_filename))
-    try:
-        step(torch.ones(4, 6), torch.zeros(4, 5))
-    finally:
-        sys.setprofile(None)
-    assert seen
-    assert not any(name.endswith(FILES[reproducible]) for name in seen)
 
 
 class FailingNet(nn.Module):

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.by_row import CPU, drawing_by_row, has_kernels_of_torch
+from helpers.by_row import CPU, drawing_by_row
 
 from balanced_parallel.reproducible import row_random
 from balanced_parallel.reproducible.row_random import Forward, UpdateRandom, philox, uniform
@@ -95,24 +95,6 @@ def test_parts_of_a_batch_draw_the_numbers_of_the_whole(name, dtype):
     for rows in ([0, 1, 2], [3], [6, 4], [5]):
         torch.testing.assert_close(run(rows), whole[rows], rtol=1e-6, atol=1e-6)
     assert torch.equal(run(range(7)), whole)
-
-
-def test_updates_that_run_at_the_same_time_draw_their_own_numbers():
-    def draw(update):
-        with Forward(update, range(2), CPU, [("uniform_", (2,), 0)], {}).drawing():
-            return torch.rand(2)
-
-    first = UpdateRandom(1)
-    numbers = draw(first)
-    second = UpdateRandom(2)
-    assert not torch.equal(draw(second), numbers)
-    first.end()
-    assert not torch.equal(draw(second), numbers)
-    third = UpdateRandom(1)
-    second.end()
-    assert torch.equal(draw(third), numbers)
-    third.end()
-    assert has_kernels_of_torch()
 
 
 @pytest.mark.parametrize(

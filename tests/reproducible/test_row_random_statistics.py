@@ -9,7 +9,6 @@ import contextlib
 
 import pytest
 import torch
-from torch import nn
 
 from balanced_parallel.reproducible.row_random import Forward, UpdateRandom
 
@@ -84,13 +83,6 @@ def test_moments_masks_and_correlations_are_within_chance(statistics):
         assert column.abs().max() < 4.5, name
 
 
-def test_a_correlation_would_be_seen(statistics):
-    """The bounds are not too wide: numbers with a correlation of 0.02 are outside of them."""
-    pairs = [draw_uniform(seed, (LINES, LENGTH), (LINES, LENGTH)) for seed in range(4)]
-    correlations = [correlation(base, following + 0.02 * base) for base, following in pairs]
-    assert abs(sum(correlations) / 4) > 3.5 * UPDATES**-0.5 + 1
-
-
 def test_moments_of_normal_and_exponential_numbers():
     with forward_of_update(7, 256, ("normal_", (2, 2)), ("exponential_", (2, 2))):
         normal = torch.randn(256, 512, dtype=torch.float64)
@@ -99,20 +91,3 @@ def test_moments_of_normal_and_exponential_numbers():
     for power, (moment, variance) in enumerate([(0, 1), (1, 2), (0, 15), (3, 96)], 1):
         assert abs(normal.pow(power).mean() - moment) < 4 * variance**0.5 * sigma, power
     assert abs(exponential.double().mean() - 1) < 4 * sigma
-
-
-def test_rows_have_masks_of_their_own_in_each_update():
-    """All rows, parts, draws and updates have different masks, whose elements are zero as often as they should."""
-    net = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3))
-    update_masks = []
-    for seed in range(8):
-        with forward_of_update(
-            seed, 32, ("bernoulli_.float", (2, 2, 2)), ("bernoulli_.float", (2, 2, 2))
-        ):
-            x = torch.ones(32, 4, 128)
-            update_masks += [net[0](x) != 0, net[1](x) != 0]
-    masks = torch.cat([mask.flatten(0, 1) for mask in update_masks])
-    assert len(masks.unique(dim=0)) == len(masks) == 8 * 2 * 32 * 4
-    assert abs(masks.double().mean() - 0.7) < 4 * (0.21 / masks.numel()) ** 0.5
-    assert abs(masks.double().mean(0) - 0.7).max() < 4.5 * (0.21 / len(masks)) ** 0.5
-    assert abs(masks.double().mean(1) - 0.7).max() < 5 * (0.21 / masks.size(1)) ** 0.5

@@ -23,15 +23,6 @@ from balanced_parallel.runtime.devices import free_bytes, resolve_devices, visib
 CPU = torch.device("cpu")
 
 
-def test_devices_resolve_from_strings_and_devices_with_repeats():
-    assert resolve_devices(["cpu", CPU, "cpu:0"]) == [CPU, CPU, CPU]
-
-
-def test_default_is_all_accelerators_or_the_cpu():
-    expected = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
-    assert len(resolve_devices(None)) == len(visible_devices()) == expected
-
-
 @pytest.mark.parametrize(
     ("device_ids", "error", "message"),
     [

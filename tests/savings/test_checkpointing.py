@@ -8,8 +8,6 @@ Checkpointed blocks of Hugging Face models, which make a cache of keys and value
 """
 
 import copy
-import io
-import pickle
 import time
 import types
 
@@ -31,7 +29,7 @@ from transformers import (
 )
 
 from balanced_parallel import DataParallelModel, savings, simulate
-from balanced_parallel.savings.checkpointing import Checkpointed, run_checkpointed
+from balanced_parallel.savings.checkpointing import run_checkpointed
 
 
 def checkpoint_all_blocks(net):
@@ -121,27 +119,6 @@ def test_retained_graphs_double_backward_and_nested_blocks(double):
         found.append([x.grad, *(parameter.grad for parameter in net.parameters())])
     for others in found[1:]:
         assert_equal(others, found[0])
-
-
-def test_copies_pickles_and_hooks_of_checkpointed_modules():
-    net = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())])
-    handle = savings.checkpoint_activations(net)
-    assert repr(handle) == "CheckpointHandle(parts=[''])"
-    assert isinstance(net, nn.Sequential)
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    for other in (
-        copy.deepcopy(net),
-        pickle.loads(pickle.dumps(net)),
-        torch.load(file, weights_only=False),
-    ):
-        assert isinstance(other, Checkpointed)
-        assert other(torch.ones(2, 4)).equal(net(torch.ones(2, 4)))
-    assert str(net) == str(nn.Sequential(*net))
-    handle.remove()
-    assert type(net) is nn.Sequential
-    assert type(copy.deepcopy(net)) is nn.Sequential
 
 
 @pytest.mark.parametrize("blocks", [slow(""), "auto"])

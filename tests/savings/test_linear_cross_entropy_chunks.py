@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.allocations import AllocatorProfile
 from helpers.problems import assert_equal
 from torch.testing import assert_close
 
@@ -98,22 +97,6 @@ def test_half_precision_is_as_close_to_float64_as_the_plain_layers(dtype, autoca
         assert (one - true).norm() <= 1.5 * (other - true).norm() + 1e-3 * true.norm()
 
 
-def test_autocast_leaves_float64_as_it_is():
-    tensors, target = problem()
-    expected = compute(plain, tensors, target)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_equal(compute(linear_cross_entropy, tensors, target), expected)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_kept_graph_runs_backward_twice(reduction):
-    tensors, target = problem()
-    loss = linear_cross_entropy(*tensors[:2], target, reduction=reduction)
-    first = torch.autograd.grad(loss, tensors[:2], retain_graph=True)
-    second = torch.autograd.grad(loss, tensors[:2])
-    assert_close(first, second, rtol=0, atol=0)
-
-
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # dynamo does so
@@ -143,35 +126,6 @@ def test_only_wanted_gradients_are_made(learns):
     tensors = hidden.detach().requires_grad_(learns[0]), weight.detach().requires_grad_(learns[1])
     linear_cross_entropy(*tensors, target).backward()
     assert [tensor.grad is not None for tensor in tensors] == list(learns)
-
-
-def test_logits_of_all_rows_never_exist(monkeypatch):
-    monkeypatch.setattr(chunked_cross_entropy, "rows_per_chunk", lambda features: 64)
-    rows = 1024
-    classes = 2048
-    features = 32
-    hidden = torch.randn(rows, features, requires_grad=True)
-    weight = torch.randn(classes, features, requires_grad=True)
-    target = torch.randint(classes, (rows,))
-    peaks = []
-    for function, learns in (
-        (plain, True),
-        (linear_cross_entropy, True),
-        (linear_cross_entropy, False),
-    ):
-        profile = AllocatorProfile()
-        with profile.recorded(), torch.set_grad_enabled(learns):
-            loss = function(hidden, weight, target)
-            if learns:
-                loss.backward()
-        peaks.append(profile.peak)
-        hidden.grad = weight.grad = None
-    size = 4 * rows * classes
-    assert peaks[0] >= 2 * size
-    assert peaks[1] <= 1.1 * (
-        size / 16 + weight.nbytes + hidden.nbytes
-    )  # one chunk and the gradients
-    assert peaks[2] <= 1.1 * size / 16  # One chunk is there without a graph.
 
 
 def test_ignored_rows_may_be_nan():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, gradients
-from helpers.releases import released_at_once
 from helpers.savings import assert_unchanged
 from helpers.slow import pairs, slow
 from torch import nn
@@ -93,18 +92,6 @@ def test_activations_are_copied_once_and_parameters_never():
         del loss, model
 
 
-def test_small_tensors_stay():
-    with simulate(1) as cluster:
-        net = deep_net().to("sim:0")
-        x = torch.ones(1023, 256, device="sim:0")
-        with savings.offload_activations():
-            net(x).sum().backward()
-        assert not cluster.moved["sim:0", "cpu"]
-        with savings.offload_activations(min_bytes="512KiB"):
-            net(x).sum().backward()
-        assert cluster.moved["sim:0", "cpu"] == 17 * x.nbytes
-
-
 def test_nothing_happens_on_the_cpu_and_without_a_graph():
     with simulate(1) as cluster:
         nets = [deep_net(), deep_net().to("sim:0")]
@@ -116,25 +103,6 @@ def test_nothing_happens_on_the_cpu_and_without_a_graph():
             with torch.inference_mode():
                 nets[1](torch.ones(3, 256, device="sim:0"))
         assert cluster.copies == before
-
-
-@released_at_once
-def test_memory_is_free_after_the_graph():
-    with simulate(1) as cluster:
-        net = deep_net().to("sim:0")
-        x = torch.ones(1024, 256, device="sim:0")
-        before = cluster.live
-        with OFFLOAD():
-            loss = net(x).sum()
-        assert cluster.live[0] - before[0] == 512
-        loss.backward(retain_graph=True)
-        net.zero_grad()
-        del loss
-        assert cluster.live == before
-        with OFFLOAD():
-            loss = net(x).sum()
-            del loss
-        assert cluster.live == before
 
 
 def all_gradients(net, x, inside):

@@ -92,17 +92,6 @@ def test_tensor_of_any_type_comes_back_with_its_bits(tmp_path, dtype, shape):
     assert loaded.float().tolist() == tensor.float().tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_complex_tensor_comes_back(tmp_path, dtype):
-    tensor = torch.tensor([[1 + 2j, -3j]], dtype=torch.complex128).to(dtype)
-    loaded = through_files(tmp_path, {"x": tensor, "conjugate": tensor.conj()})
-    for name, sign in (("x", 1), ("conjugate", -1)):
-        assert loaded[name].dtype == dtype
-        assert torch.view_as_real(loaded[name].resolve_conj()).tolist() == [
-            [[1, sign * 2], [0, sign * -3]]
-        ]
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [

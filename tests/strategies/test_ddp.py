@@ -83,17 +83,6 @@ def test_a_start_and_two_updates_print_no_warnings_of_torch(rank):
                 step(*class_batch(rows))
 
 
-@on_ranks(2)
-def test_module_attribute_is_the_original_module_in_forward(rank):
-    seen = []
-    net = build_net()
-    model, _ = parallelize(net, nn.CrossEntropyLoss())
-    net[0].register_forward_hook(lambda *_: seen.append(model.module))
-    model(torch.randn(3, 4))
-    assert seen == [net]
-    assert model.module is net
-
-
 class Biased(nn.Linear):
     """A linear layer with one more parameter, which it uses for a while."""
 

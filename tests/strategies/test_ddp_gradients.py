@@ -164,19 +164,6 @@ def test_first_backward_may_fail_anywhere(rank, place, frozen):
 
 
 @on_ranks(2)
-def test_parameters_have_no_hooks(rank):
-    """A hook that is removed leaves an empty dictionary, which each backward asks: it would take 4 % of a small one."""
-    inputs, targets = class_batch(5)
-    for way in WAYS:
-        model, update = make_update(way, build_net(), nn.CrossEntropyLoss())
-        for _ in range(2):
-            update(inputs, targets)
-        for parameter in model.parameters():
-            assert parameter._backward_hooks is None
-            assert parameter._post_accumulate_grad_hooks is None
-
-
-@on_ranks(2)
 def test_gradients_do_not_depend_on_the_previous_update(rank):
     """Gradients are divided as they are made, by about what the window before weighed. That must not show in any bit."""
     torch.manual_seed(0)

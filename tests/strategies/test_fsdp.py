@@ -9,7 +9,6 @@ import torch
 from helpers.ddp import WAYS, assert_update, make_update
 from helpers.fsdp import Language, language_batch, whole_gradients
 from helpers.optimizers import sgd
-from helpers.plain import Plain
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
@@ -17,7 +16,7 @@ from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import BalancedOptimizer, TrainStep, gather, parallelize
+from balanced_parallel import TrainStep, gather, parallelize
 from balanced_parallel.runtime.collectives import gather_objects
 from balanced_parallel.strategies.fsdp import find_sharded_blocks
 
@@ -131,43 +130,6 @@ def check_precision(rank):
 def test_precision_is_that_of_the_gathered_parameters():
     first, second = run_ranks(2, check_precision)
     assert first == second
-
-
-def check_optimizer(rank):
-    """Adam over shards, whose state moves to the plain optimizer and back."""
-    torch.set_default_dtype(torch.float64)
-    words, targets = language_batch()
-    plain = Plain(Language(), nn.CrossEntropyLoss(), torch.optim.AdamW, lr=0.01, clip=0.5)
-    whole = plain.optimizer
-    model, criterion = parallelize(Language(), nn.CrossEntropyLoss(), strategy="fsdp")
-    optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.01)
-    step = TrainStep(model, criterion, optimizer, max_grad_norm=0.5)
-    for number in range(3):
-        plain(words, targets)
-        assert plain.norm > 0.5
-        step(words.split([3, 6])[rank], targets.split([3, 6])[rank])
-        state = optimizer.state_dict()
-        assert state["param_groups"] == whole.state_dict()["param_groups"]
-        for key, values in whole.state_dict()["state"].items():
-            for name, value in values.items():
-                assert_close(state["state"][key][name], value, rtol=1e-8, atol=1e-10)
-        if number == 1:
-            optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.01)
-            optimizer.load_state_dict(whole.state_dict())
-            step = TrainStep(model, criterion, optimizer, max_grad_norm=0.5)
-    plain.assert_same(model, gradients=False, rtol=1e-8, atol=1e-10)
-    return sum(
-        value.to_local().nbytes
-        for values in optimizer.state.values()
-        for value in values.values()
-        if value.dim()
-    )
-
-
-def test_optimizer_state_is_sharded_and_moves_to_the_plain_optimizer():
-    size = sum(2 * parameter.nbytes for parameter in Language().double().parameters())
-    parts = run_ranks(2, check_optimizer)
-    assert max(parts) < 0.6 * size
 
 
 shard = functools.partial(parallelize, strategy="fsdp")

@@ -102,13 +102,6 @@ def on_one_machine(rank, ranks):
     return TorchrunEnvironment(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks)
 
 
-def test_device_follows_the_local_rank():
-    with simulate(2):
-        assert rank_device(on_one_machine(1, 2), None) == torch.device("sim:1")
-        for device_ids in (["cpu"], ["cpu", "cpu"]):
-            assert rank_device(on_one_machine(1, 2), device_ids) == torch.device("cpu")
-
-
 @pytest.mark.parametrize(
     ("rank", "ranks", "device_ids", "message"),
     [

@@ -87,14 +87,6 @@ def test_frozen_module_without_a_criterion_is_not_wrapped_in_ddp(rank):
     assert_same_gradients(gradients(student), expected)
 
 
-def test_parallelize_without_a_criterion_returns_the_model():
-    model = parallelize(build_net(), device_ids=["cpu"] * 2)
-    assert isinstance(model, DataParallelModel)
-    assert len(model(torch.randn(5, 4))) == 2
-    settings = DataParallelCriterion(nn.MSELoss(), minimum=1)
-    assert parallelize(build_net(), settings, ["cpu"])[1] is settings
-
-
 @on_ranks(2)
 def test_module_without_trainable_parameters_raises_an_error(rank):
     with pytest.raises(
@@ -153,16 +145,6 @@ def test_metrics_count_every_row_once(rank):
     assert reducing.compute().tolist() == gathered.tolist() == expected
     # This is the reason for outputs.on().
     assert twice.compute().tolist() == [2 * count for count in expected]
-
-
-@pytest.mark.parametrize("devices", [1, 3])
-def test_the_same_lines_count_every_row_in_one_process(devices):
-    net, whole, expected = batches()
-    model = DataParallelModel(net, ["cpu"] * devices)
-    metric = metric_of_the_page()
-    for x, targets in whole:
-        metric.update(model(x).map(classes).on(targets.device), targets)
-    assert metric.compute().tolist() == expected
 
 
 def check_auto(rank):

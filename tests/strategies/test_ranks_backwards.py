@@ -29,12 +29,6 @@ def build():
     return nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 5))
 
 
-def keep_graph(model, loss, x, other, y):
-    output = model(x)
-    loss(output, y).backward(retain_graph=True)
-    loss(output, 2 * y).backward()
-
-
 def forwards_then_backwards(model, loss, x, other, y):
     losses = loss(model(x), y), loss(model(other), y)
     for each in losses:
@@ -84,14 +78,6 @@ def adaptive_weight(model, loss, x, other, y):
     weight = slopes[0][0].norm() / slopes[1][0].norm()
     (first + weight * second).backward()
     return [*slopes[0], *slopes[1]]
-
-
-def gradient_of_a_gradient(model, loss, x, other, y):
-    parameters = parameters_of(model)
-    value = loss(model(x), y)
-    slopes = torch.autograd.grad(value, [parameters[0], parameters[-1]], create_graph=True)
-    (value + sum(slope.pow(2).sum() for slope in slopes)).backward()
-    return [slope.detach() for slope in slopes]
 
 
 def hessian_products(model, loss, x, other, y):
@@ -150,8 +136,8 @@ def parameters_of(model):
     return [*getattr(model, "module", model).parameters()]
 
 
-WAYS = [keep_graph, forwards_then_backwards, three, one_for_two_forwards, accumulate, of_inputs]
-ASKED = [adaptive_weight, gradient_of_a_gradient, hessian_products]
+WAYS = [forwards_then_backwards, three, one_for_two_forwards, accumulate, of_inputs]
+ASKED = [adaptive_weight, hessian_products]
 ASKED += [some_accumulate, penalty_of_inputs, after_a_failure]
 CASES = [*pairs(WAYS, STRATEGIES, SIZES), *itertools.product(ASKED, ["ddp"], SIZES)]
 
@@ -281,20 +267,6 @@ def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(ra
         copy.deepcopy(model)
 
 
-@on_ranks(2)
-def test_error_before_the_first_forward_of_shards_is_raised_as_it_is(rank):
-    step = parallel_step(build(), nn.MSELoss(), devices=["cpu"], strategy="fsdp")
-
-    def fail(module, inputs):
-        raise KeyError("a mistake")
-
-    handle = step.model.register_forward_pre_hook(fail)
-    with pytest.raises(KeyError, match="a mistake"):
-        step(torch.randn(3, 4), torch.randn(3, 5))
-    handle.remove()
-    assert step(torch.randn(3, 4), torch.randn(3, 5)).isfinite().item()
-
-
 @on_ranks(2, fresh=True)
 def test_wrong_hooks_and_join_have_clear_errors(rank):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="ddp")
@@ -313,3 +285,17 @@ def test_wrong_hooks_and_join_have_clear_errors(rank):
         match=r"the hook returned a tensor of shape \(.*expected a torch\.futures\.Future",
     ):
         criterion(model(torch.randn(3, 4)), torch.randn(3, 5)).backward()
+
+
+@on_ranks(2)
+def test_error_before_the_first_forward_of_shards_is_raised_as_it_is(rank):
+    step = parallel_step(build(), nn.MSELoss(), devices=["cpu"], strategy="fsdp")
+
+    def fail(module, inputs):
+        raise KeyError("a mistake")
+
+    handle = step.model.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="a mistake"):
+        step(torch.randn(3, 4), torch.randn(3, 5))
+    handle.remove()
+    assert step(torch.randn(3, 4), torch.randn(3, 5)).isfinite().item()

@@ -7,7 +7,6 @@ from helpers.fsdp import whole_gradients
 from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.ranks import on_ranks
 from helpers.slow import pairs
-from helpers.steps import parallel_step
 from torch import nn
 
 from balanced_parallel import AdditiveLoss, DataParallelCriterion, parallelize
@@ -59,13 +58,6 @@ def targets(models, loss, x, y):
     return [x.grad]
 
 
-def twice(models, loss, x, y):
-    """Two losses in one backward, and gradients that accumulate."""
-    (loss(models[0](x), y) + 2 * loss(models[0](x), 2 * y)).backward()
-    loss(models[0](x), y).backward()
-    return [x.grad]
-
-
 def each_row(models, loss, x, y):
     """A sum of outputs is no loss of all ranks: each row has a gradient of its own. Its norm is trained."""
     output = models[0](x)
@@ -97,7 +89,7 @@ def unrolled(models, loss, x, y):
     return []
 
 
-FIRST = [saliency, attack, chain, targets, twice, each_row]
+FIRST = [saliency, attack, chain, targets, each_row]
 SECOND = [forces, curvature, unrolled]
 PLAIN = {
     "mean": F.mse_loss,
@@ -137,19 +129,6 @@ class Forces(nn.Sequential):
 
     def forward(self, x):
         return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
-
-
-@on_ranks(2)
-def test_forces_of_a_forward_are_trained_by_steps(rank):
-    x, y = torch.randn(2, 5, 4).double().unbind()
-    plain = Forces(build())
-    F.mse_loss(plain(x.clone().requires_grad_()), y).backward()
-    step = parallel_step(Forces(build()), nn.MSELoss(), devices=["cpu"], lr=0.0, micro_batch_size=1)
-    part = x.split([2, 3])[rank].clone().requires_grad_()
-    for _ in range(2):
-        step(part, y.split([2, 3])[rank])
-    assert part.grad is None  # it would not have the scale of the loss
-    assert_same_gradients(gradients(step.model.module), gradients(plain))
 
 
 class Penalised(nn.Sequential):

@@ -54,10 +54,6 @@ def generator(a, b, loss, x, y):
     return loss(a[1](fake), y) + loss(b(fake), y)
 
 
-def siamese(a, b, loss, x, y):
-    return loss(apply(torch.add, b(a(x)), a(y)), y)
-
-
 def heads(a, b, loss, x, y):
     """The second head is in the loss, the first one is not. Outputs pass functions of the program."""
     hidden = apply(torch.tanh, a(x))
@@ -112,7 +108,6 @@ PROGRAMS = {
     towers: lambda: (net(0), net(1)),
     cycle: lambda: (net(0), net(1)),
     generator: lambda: ([net(0), net(1)], net(2)),
-    siamese: lambda: (net(0), net(1)),
     heads: lambda: (net(0), [net(1), net(2)]),
     detached: lambda: ([net(0), net(1)], Chosen(2)),
     skipped: lambda: ([net(0), net(1)], Chosen(2)),

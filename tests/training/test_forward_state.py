@@ -35,9 +35,3 @@ def test_a_buffer_that_depends_on_the_rows_is_refused(update, is_recorded):
     step = make_step(RunningMean(is_recorded), nn.MSELoss(), devices=1, micro_batch_size=2)
     with pytest.raises(RuntimeError, match="the buffer mean has other values after the forward of"):
         update(step)
-
-
-def test_statistics_of_batch_norm_are_those_of_each_micro_batch():
-    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    make_step(net, nn.MSELoss(), devices=1, micro_batch_size=4)(*ROWS)
-    assert net[1].num_batches_tracked == 2

@@ -5,25 +5,19 @@ import random
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from helpers.coupled import (
     assert_same_update,
     coupled_problem,
     gradients_of,
     plain_update,
 )
-from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
-from helpers.ranks import run_ranks
+from helpers.problems import CLASSES, assert_same_gradients, gradients
 from helpers.slow import slow
-from helpers.steps import make_step, parallel_step, run
+from helpers.steps import make_step, run
 from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import (
-    AdditiveLoss,
-    DataParallelCriterion,
-    DiceLoss,
     TrainStep,
     gather,
     parallelize,
@@ -66,42 +60,6 @@ def test_both_passes_draw_the_same_numbers_and_statistics_move_once(kind):
         assert_close(gather(outputs).shape, (12, CLASSES))
         assert_same_gradients(gradients(net), gradients(plain))
         assert_close(list(net.buffers()), list(plain.buffers()))
-
-
-@pytest.mark.parametrize(("size", "expected"), [(None, [11]), (6, [6, 5] * 2)])
-def test_one_micro_batch_takes_one_pass(size, expected):
-    module, criterion, inputs, targets = coupled_problem("correlation")
-    rows = []
-    module.register_forward_hook(lambda module, arguments, output: rows.append(len(arguments[0])))
-    make_step(module, criterion, devices=1, micro_batch_size=size)(inputs, targets)
-    assert rows == expected
-
-
-SMALL = {
-    "all outputs": DataParallelCriterion(
-        lambda output, target: 1e-7 * F.cross_entropy(output @ output.t(), target), whole=True
-    ),
-    "sums": DataParallelCriterion(
-        AdditiveLoss(
-            lambda output, target: output.float().exp().sum(0),
-            lambda total: 1e-7 * total.log().sum(),
-        )
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("size", [None, 2])
-def test_small_derivatives_do_not_underflow_in_float16(name, size):
-    found = {}
-    for precision in ("fp32", "fp16"):
-        net = build_net()
-        step = make_step(net, SMALL[name], lr=0.0, micro_batch_size=size, precision=precision)
-        step(torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), torch.arange(7))
-        found[precision] = gradients(net)
-    assert_same_gradients(
-        [one * 1e7 for one in found["fp16"]], [one * 1e7 for one in found["fp32"]], tolerance=2e-2
-    )
 
 
 def faulty_updates(rank, ranks, kind, faults):
@@ -167,68 +125,3 @@ def test_a_window_without_rows_changes_nothing_and_one_failure_is_forgotten():
     assert_same_update(
         (step(inputs, targets), gradients_of(module, criterion)), plain_update("dice")
     )
-
-
-class Scaled(nn.Linear):
-    """Multiplies by a buffer, which ranks take from rank 0 at first and after each update."""
-
-    def __init__(self, scale):
-        super().__init__(4, CLASSES, dtype=torch.float64)
-        self.register_buffer("scale", torch.tensor(float(scale), dtype=torch.float64))
-
-    def forward(self, inputs):
-        return super().forward(inputs) * self.scale
-
-
-def scaled_update(rank, scale):
-    torch.manual_seed(0)
-    net = Scaled(scale)
-    inputs = torch.randn(8, 4, dtype=torch.float64)
-    targets = torch.randint(CLASSES, (8,))
-    step = parallel_step(net, DiceLoss(), devices=["cpu"], lr=0.0, micro_batch_size=2)
-    half = slice(4 * rank, 4 * rank + 4)
-    step(inputs[half], targets[half])
-    net.scale.fill_(scale + rank)  # rank 1 has another one
-    step(inputs[half], targets[half])
-    loss = step(inputs[half], targets[half])
-    return loss, gradients_of(net, step.criterion)
-
-
-def test_both_passes_have_the_buffers_of_rank_0_that_the_update_before_has_shared():
-    torch.manual_seed(0)
-    net = Scaled(3)
-    inputs = torch.randn(8, 4, dtype=torch.float64)
-    targets = torch.randint(CLASSES, (8,))
-    loss = DiceLoss()(net(inputs), targets)
-    loss.backward()
-    for found in run_ranks(2, scaled_update, 3):
-        assert_same_update(
-            found, (loss.detach(), gradients_of(net, DataParallelCriterion(DiceLoss())))
-        )
-
-
-class FullDevice(nn.Linear):
-    def forward(self, inputs):
-        if dist.get_rank() == 0:
-            raise torch.OutOfMemoryError("the memory of rank 0 is full")
-        return super().forward(inputs)
-
-
-def memory_error(rank):
-    step = parallel_step(
-        FullDevice(4, CLASSES),
-        DataParallelCriterion(DiceLoss(), whole=True),
-        devices=["cpu"],
-        micro_batch_size="auto",
-    )
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        step(torch.randn(4, 4), torch.randint(CLASSES, (4,)))
-    return str(caught.value)
-
-
-def test_errors_name_the_memory_of_another_rank():
-    errors = run_ranks(2, memory_error)
-    for error, reason in zip(
-        errors, ("the memory of rank 0 is full", "1 of 2 ranks ran out of memory"), strict=True
-    ):
-        assert error.startswith(f"one row per device does not fit: {reason}")

@@ -189,33 +189,6 @@ def test_training_within_a_part_of_the_memory_has_the_losses_of_all_of_it(balanc
     assert len(set(sizes)) > 1
 
 
-def live_after(cluster, run):
-    gc.collect()
-    run.step.optimizer.zero_grad()
-    return cluster.live
-
-
-@released_at_once
-def test_nothing_of_the_failed_attempt_stays_in_memory():
-    with simulate(2) as cluster:
-        run = Run(cluster.devices)
-        undisturbed = Run(cluster.devices)
-        for number in range(3):
-            run.train(number)
-        before = cluster.allocations
-        run.train(3)
-        count = cluster.allocations - before
-        live = live_after(cluster, run)
-        for number in (count // 8, count // 3, count // 2):
-            cluster.fail_allocation(number)
-            run.step.micro_batch_size = None
-            run.train(4)
-            assert run.step.micro_batch_size == 3
-            # A buffer is not replaced then.
-            assert all(map(operator.le, live_after(cluster, run), live))
-        assert undisturbed is not None
-
-
 DOES_NOT_FIT = r"one row per device does not fit: sim out of memory.* GPU 1 .* memory.fit\(step, inputs, targets\) tells "
 
 
@@ -273,29 +246,34 @@ def test_what_was_tried_is_one_line_of_the_log(caplog):
 
 
 @on_ranks(2)
-def test_rank_without_rows_follows_the_others(rank):
-    """Rank 1 has no rows, and rank 0 is out of memory. Buffers and random numbers of rank 1 are put back too."""
-    found = []
-    with simulate(2) as cluster:
-        for fails in (False, True):
-            run = Run(rank=rank, build=build)
-            run.train(0)
-            if fails and rank == 0:
-                cluster.fail_allocation(30)
-            run.step.micro_batch_size = None if fails else 4
-            if rank == 0:
-                run.train(1)
-            else:
-                torch.manual_seed(1)
-                run.losses.append(run.step.apply().item())
-            run.train(2)
-            assert run.step.micro_batch_size == 4
-            found.append(run.result())
-    assert all(map(torch.equal, *found))
-
-
-@on_ranks(2)
 def test_batch_norm_over_all_ranks_is_refused(rank):
     model, criterion = parallelize(convert_sync_batchnorm(build()), nn.CrossEntropyLoss(), ["cpu"])
     with pytest.raises(ValueError, match="micro_batch_size='auto' with batch norm over all ranks"):
         TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size="auto")
+
+
+def live_after(cluster, run):
+    gc.collect()
+    run.step.optimizer.zero_grad()
+    return cluster.live
+
+
+@released_at_once
+def test_nothing_of_the_failed_attempt_stays_in_memory():
+    with simulate(2) as cluster:
+        run = Run(cluster.devices)
+        undisturbed = Run(cluster.devices)
+        for number in range(3):
+            run.train(number)
+        before = cluster.allocations
+        run.train(3)
+        count = cluster.allocations - before
+        live = live_after(cluster, run)
+        for number in (count // 8, count // 3, count // 2):
+            cluster.fail_allocation(number)
+            run.step.micro_batch_size = None
+            run.train(4)
+            assert run.step.micro_batch_size == 3
+            # A buffer is not replaced then.
+            assert all(map(operator.le, live_after(cluster, run), live))
+        assert undisturbed is not None

@@ -122,17 +122,6 @@ def test_rows_that_were_changed_before_apply_do_not_run_again():
         step.apply()
 
 
-def test_a_batch_that_was_copied_to_its_device_runs_again():
-    with simulate(1) as cluster:
-        step, net = make_step(WritesInPlace(), devices=["sim:0"])
-        inputs, targets = make_batch()
-        net[2].fails = True
-        assert step(inputs, targets).isfinite()
-        assert step.micro_batch_size == 4
-        assert cluster.allocations
-    assert torch.equal(inputs, make_batch()[0])
-
-
 def test_two_passes_refuse_inputs_that_the_first_has_changed():
     """The second forward would run on other inputs."""
     step, _ = make_step(WritesInPlace(), micro_batch_size=4, whole=True)
@@ -276,10 +265,3 @@ def test_parameters_that_a_forward_writes_are_an_error_of_the_second_attempt(upd
     for settings in (two_passes, small_forwards):
         with pytest.raises(RuntimeError, match=WRITTEN):
             make_step(Momentum(), **settings)[0](*make_batch())
-
-
-def test_rows_that_are_rescaled_run_again():
-    step, net = make_step(nn.Embedding(8, 4, max_norm=0.5))
-    net[2].fails = True
-    assert step(torch.arange(8), class_targets(8)).isfinite()
-    assert step.micro_batch_size == 4

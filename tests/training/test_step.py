@@ -39,7 +39,6 @@ from balanced_parallel import (
     TrainStep,
     gather,
     parallelize,
-    simulate,
 )
 from balanced_parallel.batch.plan import consecutive
 from balanced_parallel.batch.rows import Batch, Cut
@@ -52,17 +51,6 @@ def test_step_on_one_device_is_bitwise_equal_to_the_plain_program():
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     assert torch.equal(make_step(net, devices=1, lr=0.0)(x, target), loss)
     assert all(map(torch.equal, gradients(net), expected))
-
-
-@pytest.mark.parametrize("targets", [(), ((),)], ids=["omitted", "empty"])
-def test_a_criterion_without_targets_is_called_with_the_output_alone(targets):
-    net = nn.Linear(4, 3)
-    inputs = torch.randn(7, 4)
-    criterion = DataParallelCriterion(lambda output: output.square().mean(), weight="rows")
-    step = make_step(net, criterion, lr=0.0, micro_batch_size=1)
-    assert_close(step(inputs, *targets), net(inputs).square().mean())
-    step.add(inputs, *targets)
-    assert_close(step.apply(), net(inputs).square().mean())
 
 
 def train(step, numbers, mine):
@@ -239,25 +227,6 @@ def test_return_outputs_has_the_outputs_before_the_update(double, rows, micro_ba
     assert not any(output.requires_grad for output in outputs)
     # It takes them as it takes the model's own.
     assert_equal(DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets), loss)
-
-
-def test_outputs_stay_on_their_devices():
-    with simulate(devices=3):
-        net = build_net()
-        inputs, targets = class_batch(11)
-        expected = net(inputs).detach()
-        step = make_step(net, devices=range(3), micro_batch_size=2)
-        _, outputs = step(inputs, targets, return_outputs=True)
-        assert [str(output.device) for output in outputs] == ["sim:0", "sim:1", "sim:2"] * 2
-        assert_close(gather(outputs, "cpu"), expected)
-
-
-def test_an_empty_batch_has_no_outputs():
-    step = make_step(build_net(), micro_batch_size=2)
-    with pytest.warns(UserWarning, match="nothing is updated"):
-        loss, outputs = step(*class_batch(0), return_outputs=True)
-    assert loss.isnan()
-    assert (outputs, outputs.sizes) == ([], ())
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

@@ -14,16 +14,13 @@ from helpers.ranks import run_ranks
 from torch import nn
 
 from balanced_parallel import (
-    BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
     parallelize,
-    simulate,
 )
 from balanced_parallel.runtime.torch_private import NO_RANGE, is_profiled, profiled
 
-ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 INPUTS = torch.randn(8, 4)
 TARGETS = torch.randint(5, (8,))
 
@@ -72,21 +69,6 @@ def test_default_profiler_shows_replicas_on_the_cpu(tmp_path, reproducible):
     update()
     counts = {"micro-batch": 2, "replica on cpu": 4, "criterion": 4, "update": 1, "gather": 1}
     assert_ranges(ranges(update, tmp_path), ["replica on cpu"], counts)
-
-
-def test_profiler_of_all_threads_shows_replicas_on_accelerators(tmp_path):
-    with simulate(2):
-        model = DataParallelModel(build_net())
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-        step = make_step(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer)
-        step(INPUTS, TARGETS)
-        found = ranges(lambda: step(INPUTS, TARGETS), tmp_path, ALL_THREADS)
-    names = ["replica on sim:0", "replica on sim:1"]
-    threads = [{thread for *_, thread in found[name]} for name in names]
-    assert all(len(each) == 1 for each in threads)
-    assert threads[0] != threads[1]
-    counts = {"micro-batch": 2, "criterion": 4, "reduction": 2, "update": 1}
-    assert_ranges(found, names, counts | dict.fromkeys(names, 2))
 
 
 def ranges_of_rank(rank, folder):

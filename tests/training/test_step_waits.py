@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
     build_net,
@@ -125,22 +124,6 @@ def test_a_step_waits_only_where_the_caller_reads_its_loss_and_for_the_scaler(
         assert len(waits) == 4 * (of_scaler + calls * reads)
         assert loss.item() > 0
         assert cluster.waits[-1].file == __file__
-
-
-@pytest.mark.parametrize("place", ["host", "device"])
-@pytest.mark.parametrize("weights", [None, class_weights().half()])
-def test_half_precision_without_autocast_waits_nowhere(place, weights):
-    with simulate(3) as cluster:
-        step = make_step(build_net().half(), nn.CrossEntropyLoss(weights), micro_batch_size=2)
-        step.optimizer = sgd(step.model)
-        inputs, targets = batch("host")
-        inputs = inputs.half().pin_memory()
-        targets = targets if place == "host" else targets.to("sim:0")
-        step(inputs, targets)
-        with cluster.forbidding_waits():
-            for _ in range(3):
-                loss = step(inputs, targets)
-        assert loss.isfinite()
 
 
 def test_a_criterion_waits_nowhere():

@@ -178,30 +178,6 @@ def test_lines_before_a_step_that_drop_nothing_do_not_warn(devices, between):
         log_a_norm(net, optimizer)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-def test_two_open_windows_of_one_model_are_an_error_of_both(devices):
-    _net, optimizer, first = build(["cpu"] * devices)
-    second = TrainStep(first.model, first.criterion, optimizer)
-    first.add(*batch())
-    second.add(*batch())
-    for step in (first, second):
-        with pytest.raises(RuntimeError, match="was cleared or changed before apply"):
-            step.apply()
-
-
-def test_owners_that_took_gradients_in_a_window_do_not_hide_that_they_were_cleared():
-    with simulate(3):
-        _net, optimizer, step = build(SIMULATED)
-        step.add(*batch())
-        assert optimizer.param_groups[0]["lr"] == 0.1  # the owners take the gradients
-        step.add(*batch())
-        step.apply()
-        step.add(*batch())
-        optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match="was cleared or changed before apply"):
-            step.apply()
-
-
 def test_a_kept_step_of_the_scheduler_is_an_error():
     """The learning rate fell twice as fast."""
     _net, optimizer, step = build(["cpu"])
@@ -219,6 +195,19 @@ def test_a_kept_step_of_the_scheduler_is_an_error():
         match=r"StepLR was stepped by hand, .* leave scheduler.step\(\) out, or scheduler= here",
     ):
         steps[1](*batch())
+
+
+def test_a_scheduler_is_stepped_by_hand_after_an_update_by_hand():
+    net, optimizer, step = build(["cpu"])
+    scheduler = StepLR(optimizer, 1, 0.5)
+    scheduled = TrainStep(step.model, step.criterion, optimizer, scheduler=scheduler)
+    for _ in range(2):
+        scheduled(*batch())
+        optimizer.zero_grad()
+        auxiliary_loss(net, optimizer)
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.last_epoch == 4
 
 
 def train_on_rank(rank, strategy):

@@ -16,8 +16,6 @@ from balanced_parallel import (
     DiceLoss,
     parallelize,
 )
-from balanced_parallel.training.passes import TwoPasses, begin_update
-from balanced_parallel.training.update import Accumulation, Forwards
 
 
 def own_step():
@@ -73,46 +71,3 @@ def train_rank(rank, name):
 @pytest.mark.parametrize("name", ["one pass", "a function of sums"])
 def test_ranks_with_other_numbers_of_rows(name):
     run_ranks(2, train_rank, name)
-
-
-def make_forwards(criterion, **settings):
-    net = nn.Linear(4, 3)
-    model = DataParallelModel(net, ["cpu"] * 2)
-    return net, Forwards(model, DataParallelCriterion(criterion), **settings)
-
-
-def update(forwards, *batches, last=None):
-    work = begin_update(forwards, last)
-    with forwards.updating(work):
-        for batch in batches[:-1]:
-            work.add(forwards.batch(*batch, is_last=False))
-        work.add(forwards.batch(*batches[-1]))
-        reduced = work.finish()
-        reduced.scale(forwards.trained.values())
-    return reduced
-
-
-def test_the_result_of_an_update_saves_a_pass():
-    _, forwards = make_forwards(CRITERIA["one count"], limit=2)
-    assert isinstance(begin_update(forwards), TwoPasses)
-    reduced = update(forwards, draw(12))
-    assert isinstance(begin_update(forwards, reduced), Accumulation)
-
-
-def test_an_error_drops_the_gradients():
-    net, forwards = make_forwards(nn.CrossEntropyLoss(), limit=1)
-    inputs, targets = draw(12)
-    targets[-1] = 7  # no class
-    with pytest.raises(IndexError, match="out of bounds"):
-        update(forwards, (inputs, targets))
-    assert net.weight.grad is None
-    targets[-1] = 0
-    reduced = update(forwards, (inputs, targets))
-    assert_close(reduced.loss, F.cross_entropy(net(inputs), targets).detach())
-
-
-def test_no_counted_target_leaves_no_gradient():
-    net, forwards = make_forwards(nn.CrossEntropyLoss())
-    reduced = update(forwards, (torch.randn(3, 4), torch.full((3,), -100)))
-    assert reduced.loss.isnan()
-    assert net.weight.grad is None
