@@ -102,5 +102,5 @@ def test_a_changed_number_is_found():
     assert numbers == [("2.6", "to 1.0 times"), ("1.0", "times"), ("3", "%")]
     assert [is_on(link, *number) for number in numbers] == [True, True, False]
     assert not is_on(link, "2.7", "times")
-    assert is_on("benchmarks/exactness/README.md", "5.7e-16", "")
-    assert not is_on("benchmarks/exactness/README.md", "7e-16", "")
+    assert is_on("benchmarks/peers/README.md", "6e-16", "")
+    assert not is_on("benchmarks/peers/README.md", "9e-16", "")
