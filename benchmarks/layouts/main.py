@@ -1,7 +1,7 @@
 """Errors of updates with dropout, in layouts that split the rows differently, and bits of trainings
 
 Seven models that draw random numbers make one update of 7 rows in float64, by `TrainStep(reproducible=True)`. Run without
-arguments, it measures all layouts, the peers and the costs, and writes the README beside it.
+arguments, it measures all layouts, the trainings and the costs, and writes the README beside it.
 """
 
 import argparse
@@ -23,16 +23,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from costs import SETTINGS, WIDE, be_traffic, measure_bytes, measure_times  # noqa: E402 - beside this file
 from networks import MODELS, make_problem  # noqa: E402
-from peers import PEERS  # noqa: E402
 from reports import environment, table  # noqa: E402
-from trainings import TRAININGS, Drift, measure_drifts, run_training  # noqa: E402
+from trainings import DROPOUT, TRAININGS, Drift, measure_drifts, run_training  # noqa: E402
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate  # noqa: E402
 from balanced_parallel.strategies import launch  # noqa: E402
 
-ROWS, PEER_ROWS = 7, 8
+ROWS = 7
 TEXT = [name for name, (kind, _) in MODELS.items() if kind == "text"]
-PEER_MODELS = ["MLP", "BERT sdpa", "GPT-2"]
 Result = tuple[Tensor, dict[str, Tensor]]  # a loss and gradients
 
 
@@ -139,38 +137,6 @@ def be_rank(names: list[str]) -> dict[tuple[str, str], Result]:
     return {(name, label): train(name, LAYOUTS[label], rows) for name in names for label in of_ranks}
 
 
-def be_peer(peer: str) -> dict[tuple[str, bool], Result]:
-    """Runs each model by a peer, with dropout and without, on as many ranks as there are. Each has its share of the rows."""
-    return {(name, draws): run_peer(peer, name, draws) for name in PEER_MODELS for draws in (False, True)}
-
-
-def run_peer(peer: str, name: str, draws: bool) -> Result:
-    """Runs one update by a peer. All its rows have the same number of labels, so that only random numbers can differ."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    problem = make_problem(name, PEER_ROWS, ignored=0.0)
-    share = slice(rank * PEER_ROWS // ranks, (rank + 1) * PEER_ROWS // ranks)
-    problem.module.train(draws)
-    share_of_targets = tuple(target[share] for target in problem.targets)
-    loss = PEERS[peer][1](problem._replace(inputs=problem.inputs[share], targets=share_of_targets))
-    return loss, {key: whole(parameter) for key, parameter in problem.module.named_parameters()}
-
-
-def measure_peers() -> dict[str, dict[tuple[str, bool], float]]:
-    """Returns how far the gradients on two ranks are from those on one, by program, model and whether dropout is on."""
-    errors = {}
-    for peer in PEERS:
-        one, two = (run_on_ranks(["--peer", peer], ranks) for ranks in (1, 2))
-        norms = {case: torch.stack([gradient.norm() for gradient in one[case][1].values()]).norm() for case in one}
-        errors[peer] = {
-            case: float(
-                torch.stack([(two[case][1][name] - value).norm() for name, value in gradients.items()]).norm() / norms[case]
-            )
-            for case, (_, gradients) in one.items()
-        }
-        print(peer, errors[peer], flush=True)
-    return errors
-
-
 def idioms(programs: Mapping[str, tuple[str, Callable[..., Any]]]) -> str:
     """Returns a list of programs, each with what its docstring says."""
     return "\n".join(f"- {name}. {' '.join((run.__doc__ or '').split())}" for name, (_, run) in programs.items())
@@ -178,7 +144,7 @@ def idioms(programs: Mapping[str, tuple[str, Callable[..., Any]]]) -> str:
 
 def table_of_drifts(drifts: dict[str, dict[str, Drift]]) -> str:
     """Returns the table of bits that differ."""
-    layouts = ["2 ranks", "3 ranks", "3 replicas"]
+    layouts = ["2 ranks", "3 ranks", "3 replicas", DROPOUT]
     rows = [
         [name, importlib.metadata.version(TRAININGS[name][0]), *(str(row.get(layout, "")) for layout in layouts)]
         for name, row in drifts.items()
@@ -208,7 +174,6 @@ def tables_of_costs() -> dict[str, str]:
 
 def report(
     errors: dict[str, dict[str, float]],
-    peers: dict[str, dict[tuple[str, bool], float]],
     drifts: dict[str, dict[str, Drift]],
     costs: dict[str, str],
 ) -> str:
@@ -221,18 +186,6 @@ def report(
             [[label, *(f"{row[name]:.0e}" if name in row else "" for name in MODELS)] for label, row in errors.items()],
             ["", *MODELS],
         ),
-        "peers": table(
-            [
-                [
-                    peer,
-                    importlib.metadata.version(PEERS[peer][0]),
-                    *(f"{row[name, draws]:.1e}" for name in PEER_MODELS for draws in (False, True)),
-                ]
-                for peer, row in peers.items()
-            ],
-            ["", "version", *(f"{name}, dropout {state}" for name in PEER_MODELS for state in ("off", "on"))],
-        ),
-        "idioms": idioms(PEERS),
         "environment": f"{environment('transformers')}, CPU with {os.cpu_count()} cores, one thread, gloo",
     }
     return (HERE / "page.md").read_text().format(**parts)
@@ -242,8 +195,8 @@ def main() -> None:
     """Measures everything, or runs as a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", help="models, on this rank (for the launcher)")
-    parser.add_argument("--peer", choices=PEERS, help="run one peer on this rank (for the launcher)")
     parser.add_argument("--training", choices=TRAININGS, help="train with one program on this rank (for the launcher)")
+    parser.add_argument("--draws", action="store_true", help="train with dropout")
     parser.add_argument("--traffic", action="store_true", help="count collectives on this rank (for the launcher)")
     parser.add_argument("--save", type=Path, help="where its results go")
     flags = parser.parse_args()
@@ -251,18 +204,18 @@ def main() -> None:
     if flags.save:
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if flags.training:
-            results: Any = run_training(flags.training, rank, ranks)
+            results: Any = run_training(flags.training, rank, ranks, draws=flags.draws)
         elif flags.traffic:
             results = be_traffic()
         else:
-            results = be_rank(flags.layouts) if flags.layouts else be_peer(flags.peer)
+            results = be_rank(flags.layouts)
         if rank == 0:
             torch.save(results, flags.save)
         launch.end_process_group()  # a plain end of gloo's ranks aborts some of them
         return
     errors = measure_layouts(list(MODELS))
     drifts = measure_drifts(run_on_ranks)
-    (HERE / "README.md").write_text(report(errors, measure_peers(), drifts, tables_of_costs()))
+    (HERE / "README.md").write_text(report(errors, drifts, tables_of_costs()))
     *exact, (_, control) = errors.items()
     if max(error for _, row in exact for error in row.values()) > 1e-10 or min(control.values()) < 1e-3:
         sys.exit("a layout is off by more than 1e-10, or the control is not")

@@ -12,6 +12,7 @@ from networks import Problem, make_problem
 from torch import Tensor
 
 UPDATES, ROWS, SIZE = 20, 12, 2
+DROPOUT = "2 ranks, dropout"
 Part = tuple[Tensor, tuple[Tensor, ...]]  # a micro-batch: inputs and targets
 Run = Callable[[Problem, list[list[Part]]], None]
 
@@ -123,10 +124,10 @@ TRAININGS: dict[str, tuple[str, Run]] = {
 OWN = [name for name, (package, _) in TRAININGS.items() if package == "balanced-parallel"]
 
 
-def run_training(name: str, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
-    """Trains a GPT-2 without dropout on a rank's share of all batches. Returns its parameters, in float32."""
+def run_training(name: str, rank: int = 0, ranks: int = 1, *, draws: bool = False) -> dict[str, Tensor]:
+    """Trains a GPT-2, with dropout or without, on a rank's share of all batches. Returns its parameters, in float32."""
     problem = make_problem("GPT-2", UPDATES * ROWS, torch.float32, ignored=0.0)
-    problem.module.eval()
+    problem.module.train(draws)
     share = ROWS // SIZE // ranks
     parts = [*zip(problem.inputs.split(SIZE), *[each.split(SIZE) for each in problem.targets], strict=True)]
     micro_batches = [(inputs, tuple(targets)) for inputs, *targets in parts]
@@ -169,5 +170,7 @@ def measure_drifts(run_on_ranks: Callable[[list[str], int], Any]) -> dict[str, d
         drifts[name] = {"2 ranks": drift(two, one), "3 ranks": drift(three, one)}
         if name in OWN:
             drifts[name]["3 replicas"] = drift(run_training(name), one)
+        one, two = (run_on_ranks(["--training", name, "--draws"], ranks) for ranks in (1, 2))
+        drifts[name][DROPOUT] = drift(two, one)
         print(name, {layout: str(each) for layout, each in drifts[name].items()}, flush=True)
     return drifts

@@ -17,7 +17,7 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from language_task import LENGTH, Case, exactness, make_rows  # noqa: E402
+from language_task import LENGTH, Case, make_rows, relative_error  # noqa: E402
 from launching import Findings, Layout, measure, measure_time, preload, run_processes  # noqa: E402
 from reports import environment, table  # noqa: E402
 
@@ -80,7 +80,7 @@ def changed_lines(program: str, original: str = "plain") -> tuple[int, int]:
 
 def errors(found: list[Findings], expected: Findings) -> list[float]:
     """Returns the error of the gradients of each update."""
-    return [exactness().relative_error(one, other) for one, other in zip(found[0].gradients, expected.gradients, strict=True)]
+    return [relative_error(one, other) for one, other in zip(found[0].gradients, expected.gradients, strict=True)]
 
 
 def table_row(row: Row, found: list[Findings], expected: Findings, time: str) -> list[str]:

@@ -73,22 +73,12 @@ def test_every_error_of_a_layout_is_exact_but_those_of_the_controls(layouts, sec
         assert max(errors) < EXACT if layout.reproducible else min(errors) > 0.1
 
 
-def test_every_error_of_a_peer_without_dropout_is_exact(layouts, sections):
-    for peer, (_, run) in layouts.PEERS.items():
-        assert f"- {peer}. {run.__doc__}" in sections[1]
-        (row,) = rows_of(sections[1], peer)
-        off, on = ([float(cell) for cell in row[start::2]] for start in (1, 2))
-        assert len(off) == len(on) == 3
-        assert max(off) < EXACT
-        assert max(on) < EXACT if "reproducible" in peer else min(on) > 0.1
-
-
 def test_every_training_for_bits_has_no_other_bits(layouts, sections):
     for name, (_, run) in layouts.TRAININGS.items():
-        assert f"- {name}. {run.__doc__}" in sections[2]
-        ((_, *cells),) = rows_of(sections[2], name)
+        assert f"- {name}. {run.__doc__}" in sections[1]
+        ((_, *cells),) = rows_of(sections[1], name)
         counts = [int(cell.partition(" of ")[0].replace(",", "")) for cell in cells if cell]
-        assert len(counts) == 2 + ("balanced" in name)
+        assert len(counts) == 3 + ("balanced" in name)
         assert not any(counts) if "bits" in name else all(counts)
 
 
