@@ -26,7 +26,7 @@ from ..runtime.torch_private import (
     FLAT_WEIGHTS,
     FORWARD_HOOKS,
     PARAMETERS,
-    NormWithStatistics,
+    BatchNorm,
     buffers_of,
     children_of,
     foreach_copy_,
@@ -489,9 +489,9 @@ def class_of(module: nn.Module) -> Any:
 
 def advancing_buffers(part: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers that a forward may advance, but for flags, which it sets once, those that
-    are trained, class weights, and the statistics of norms.
+    are trained, class weights, and the statistics of batch norm.
     """
-    if type(part).__module__ == "torch.nn.modules.loss" or isinstance(part, NormWithStatistics):
+    if type(part).__module__ == "torch.nn.modules.loss" or isinstance(part, BatchNorm):
         return {}
     return {
         name: buffer
@@ -525,8 +525,10 @@ def numbers_of(part: nn.Module) -> dict[str, int | float]:
 @functools.cache
 def _is_of_torch(kind: type) -> bool:
     """Returns True for a class without bases elsewhere. FSDP2 makes subclasses in torch."""
-    names = ("torch.", "balanced_parallel.", "builtins")
-    return all(base.__module__.startswith(names) for base in kind.__mro__)
+    return all(
+        base.__module__.startswith(("torch.", "balanced_parallel.", "builtins"))
+        for base in kind.__mro__
+    )
 
 
 @contextmanager
