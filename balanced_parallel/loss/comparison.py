@@ -241,7 +241,11 @@ class ComparisonOfSums:
                 rows *= 2
             again = functools.partial(self._run, pair, [rows], device)
             (whole,) = again()
-        except Exception:  # noqa: BLE001 - there may be too many rows
+        except (torch.OutOfMemoryError, TypeError):  # Some objects cannot be joined.
+            return False
+        except Exception as error:  # noqa: BLE001 - there may be too many rows
+            if len(parts) == 1:
+                self._refuse(f"rows together raise {type(error).__name__}: {error}", error)
             return False
         self.compare_sums([whole, *halves], again, rows // count, samples[0].reason)
         return True
@@ -321,9 +325,11 @@ class ComparisonOfSums:
             # A loss that is not small may have jumps.
             is_small = largest <= tolerance * rounding.largest
             if not (is_small and difference <= noise):
-                name = f"the {place.role} of {place.kind}"
-                values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
-                self._refuse(note or f"{name} of the first rows, {times} times, {values}")
+                reason = (
+                    f"the {place.role} of {place.kind} of the first rows, {times} times, "
+                    f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
+                )
+                self._refuse(note or reason)
 
     def _tolerance(self, tensor: Tensor) -> float:
         if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
@@ -335,8 +341,7 @@ class ComparisonOfSums:
         """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
         computed there.
         """
-        modes = itertools.product((torch.no_grad, torch.enable_grad), (False, True))
-        for mode, layers in modes:
+        for mode, layers in itertools.product((torch.no_grad, torch.enable_grad), (False, True)):
             run = mode()(functools.partial(self._run_rows, model, sample, layers=layers))
             try:
                 *parts, whole = run()

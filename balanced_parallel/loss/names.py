@@ -1,7 +1,6 @@
 """Names of the sums of a loss, which are equal in all shards and ranks that add them up."""
 
 import dataclasses
-import textwrap
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -81,10 +80,7 @@ def compare_names(first: Sequence[SumName], other: Sequence[SumName]) -> None:
     mean over other numbers of elements for each row.
     """
     if first != other:
-        texts = [
-            textwrap.shorten(names[0].text, 200, placeholder=" ...") if names else ""
-            for names in (first, other)
-        ]
+        texts = [f"{names[0].text:.200}" if names else "" for names in (first, other)]
         raise UnknownMeanError(
             f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others",
             f"; {ALWAYS}",

@@ -186,6 +186,19 @@ class TestListsOfOutputs:
             (Rows(labels),),
         )
 
+    def test_rows_in_lists_that_cannot_be_joined_are_refused(self):
+        def mean_of_texts(outputs, labels):
+            pairs = zip(outputs["texts"], labels, strict=False)
+            return torch.stack([F.cross_entropy(*pair) for pair in pairs]).mean()
+
+        texts, labels = self.batch()
+        module = Calls(lambda net, texts: {"texts": [net(text) for text in texts]})
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = DataParallelModel(module, CPUS)
+        step = TrainStep(model, DataParallelCriterion(mean_of_texts), optimizer, micro_batch_size=1)
+        with pytest.raises(ValueError, match="rows together raise"):
+            step(Rows(texts), Rows(labels))
+
     @pytest.mark.parametrize("micro_batch_size", [None, 1])
     def test_a_mean_of_the_means_of_rows_needs_a_weight(self, micro_batch_size):
         def mean_of_texts(outputs, labels):
