@@ -25,7 +25,6 @@ from ..batch.marks import (
     Arguments,
     Rows,
     Whole,
-    map_marked,
     mark,
     mark_leaves,
     objects_in,
@@ -42,7 +41,7 @@ from ..runtime.torch_private import storage_id
 from .additive import AdditiveLoss
 from .copies import Calls, CriterionCopies, ShardLoss, T, shards_of_targets
 from .formula import OVER_NUMBER, Formula
-from .inside import RowsOfForward, evaluating, run_rows, take_rows
+from .inside import RowsOfForward, evaluating, on_host, run_rows, take_rows
 from .names import MASKED, SIZED, SumName, UnknownMeanError, compare_names
 from .rules import refuse_coupled
 from .sums import widen
@@ -139,39 +138,36 @@ class ComparisonOfSums:
             return
         outputs = calls.outputs
         if any(outputs.notes or ()):
-            rows = None if self.samples else take_rows(outputs)
-            self.samples += [] if rows is None else [rows]
+            if not self.samples:
+                self.samples += filter(None, [take_rows(outputs)])
             return
         for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
-            if self._rows < ROWS_TO_CHECK:
-                self._rows += min(size or 0, ROWS_TO_CHECK - 1)  # two shards at least
-                self._take(PerReplica([output], [size], outputs.dim), shard)
+            if size and self._rows < ROWS_TO_CHECK:
+                self._rows += min(size, ROWS_TO_CHECK - 1)  # two shards at least
+                self._take(PerReplica([output], [size], outputs.dim), size, shard)
 
     def _is_due(self, statistics: Sequence[Sums]) -> bool:
         first = next(filter(None, statistics), None)
         checks = self.copies.checks
         if first is None or checks is None:
             return False
-        kinds = (name.kind for name in first)  # New ones are compared.
-        return checks.are_due((*kinds, *_flags(self.copies.criterion)))
+        # New kinds are compared.
+        return checks.are_due((*(name.kind for name in first), *_flags(self.copies.criterion)))
 
-    def _take(self, output: PerReplica, shard: Shard) -> None:
-        rows = output.sizes[0]
-        if not rows:
-            return
-        is_listed = _has_entry_per_row(output[0], rows)
-        marked = Rows(output[0]) if is_listed else mark_leaves(output[0], output.dim, "the output")
-        pair = marked, mark(shard.targets, self.copies.dim)
+    def _take(self, output: PerReplica, rows: int, shard: Shard) -> None:
+        targets = mark(shard.targets, self.copies.dim)
+        entry = output[0]
+        if _has_entry_per_row(entry, rows, targets):
+            entry = Rows(entry)
+        pair = mark_leaves(entry, output.dim, "the output"), targets
         leaves = containers.leaves(pair[:1])
         sizes = {place: size for place, leaf in leaves if (size := _size_of(leaf)) is not None}
         counts = {*sizes.values()}
         # words, or a packed row
         if counts == {shard.target_rows} or (shard.is_joined and counts == {1}):
             rows = counts.pop()
-        sample = Sample(pair, rows)
-        if rows != 1:
-            constant = {place for place, size in sizes.items() if size != rows}
-            sample = sample._replace(constant=constant)
+        constant = {place for place, size in sizes.items() if size != rows != 1}
+        sample = Sample(pair, rows, constant)
         if sample.constant and rows not in counts:
             reason = repeated_rows(output, output.sizes, output.dim)
             raise ValueError(f"{reason}; or pass flat targets too" if reason else sample.reason)
@@ -183,7 +179,7 @@ class ComparisonOfSums:
             tensor = containers.first_tensor(move_leaves(sample.pair[0], None))
             self._compare([sample], self.home if tensor is None else tensor.device)
         else:
-            self.samples.append(sample._replace(pair=map_marked(_on_host, sample.pair)))
+            self.samples.append(sample._replace(pair=on_host(sample.pair)))
 
     def gather(self, value: T) -> list[T]:
         """Returns the value of each rank, and keeps the samples of all ranks. All ranks call this."""
@@ -240,10 +236,14 @@ class ComparisonOfSums:
             while 2 * rows <= ROWS_TOGETHER and 2 * _size(pair) < BYTES_TOGETHER:
                 pair = containers.zip_leaves(join, [pair, pair])
                 rows *= 2
-            (whole,) = self._run(pair, [rows], device)
-        except Exception:  # noqa: BLE001 - there may be too many rows
+            again = functools.partial(self._run, pair, [rows], device)
+            (whole,) = again()
+        except (torch.OutOfMemoryError, TypeError):  # Some objects cannot be joined.
             return False
-        again = functools.partial(self._run, pair, [rows], device)
+        except Exception as error:  # noqa: BLE001 - there may be too many rows
+            if len(parts) == 1:
+                self._refuse(f"rows together raise {type(error).__name__}: {error}", error)
+            return False
         self.compare_sums([whole, *halves], again, rows // count, samples[0].reason)
         return True
 
@@ -281,8 +281,8 @@ class ComparisonOfSums:
         output, targets = pair
         sizes = [0, *sizes]
         entries = []
-        for piece in cut(Arguments((output,), {}), consecutive(sizes)):
-            moved = move_leaves(piece.inputs[0], device)
+        for piece in cut(output, consecutive(sizes)):
+            moved = move_leaves(piece, device)
             entries.append(containers.map_tensors(Tensor.clone, moved))  # They may be written to.
         outputs = PerReplica(entries, sizes)
         states = generator_states([device])
@@ -322,9 +322,11 @@ class ComparisonOfSums:
             # A loss that is not small may have jumps.
             is_small = largest <= tolerance * rounding.largest
             if not (is_small and difference <= noise):
-                name = f"the {place.role} of {place.kind}"
-                values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
-                self._refuse(note or f"{name} of the first rows, {times} times, {values}")
+                reason = (
+                    f"the {place.role} of {place.kind} of the first rows, {times} times, "
+                    f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
+                )
+                self._refuse(note or reason)
 
     def _tolerance(self, tensor: Tensor) -> float:
         if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
@@ -336,15 +338,16 @@ class ComparisonOfSums:
         """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
         computed there.
         """
-        for layers in (False, True):
-            run = functools.partial(self._run_rows, model, sample, layers=layers)
+        for mode, layers in itertools.product((torch.no_grad, torch.enable_grad), (False, True)):
+            run = mode()(functools.partial(self._run_rows, model, sample, layers=layers))
             try:
                 *parts, whole = run()
                 break
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001 - detectors have no loss in evaluation mode
-                if layers:
+            # Detectors have no loss in evaluation mode, and forces need a graph.
+            except Exception as error:  # noqa: BLE001
+                if layers and mode is torch.enable_grad:
                     self._refuse(f"a row alone raises {type(error).__name__}: {error}", error)
         sums = [whole[0], *(part[0] for part in parts)]
         self.compare_sums(sums, lambda: [run()[-1][0]], whole[1] // 2)
@@ -391,10 +394,14 @@ def is_list(leaf: object) -> bool:
     return isinstance(leaf, Rows) or containers.is_row_list(without_mark(leaf))
 
 
-def _has_entry_per_row(output: object, rows: int) -> bool:
-    """Returns True for a list with an entry for each row, and not of tensors with all rows."""
+def _has_entry_per_row(output: object, rows: int, targets: Arguments) -> bool:
+    """Returns True for a list with an entry for each row: beside another one, or of tensors that do
+    not have all rows.
+    """
     if type(output) is not list or len(output) != rows:
         return False
+    if any(isinstance(leaf, Rows) for _, leaf in containers.leaves(targets)):
+        return True
     return any(tensor.shape[:1] != (rows,) for tensor in containers.tensors_in(output))
 
 
@@ -524,13 +531,9 @@ def _size(node: object) -> int:
     return sum(tensor.nbytes for tensor in containers.tensors_in(move_leaves(node, None)))
 
 
-def _on_host(leaf: object) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-
-
 def _shown(tensor: Tensor) -> str:
     return (
-        f"{float(tensor):.6g}"
+        f"{tensor.item():.6g}"
         if tensor.numel() == 1
         else f"a tensor of shape {tuple(tensor.shape)}"
     )

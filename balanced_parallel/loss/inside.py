@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
+from ..batch.containers import Nested
 from ..batch.marks import Arguments, map_marked
 from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, ParallelModel, take
@@ -156,15 +157,16 @@ def take_rows(outputs: PerReplica) -> RowsOfForward | None:
         return None
     last = batch.rows - 1
     shards = [batch.shard(rows, model.devices[0]) for rows in ([0], [last], [0, last])]
-    parts = map_marked(
-        lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf,
-        [(shard.inputs, shard.targets) for shard in shards],
-    )
+    parts = on_host([(shard.inputs, shard.targets) for shard in shards])
     most = max(filter(None, outputs.sizes), default=0)
     return RowsOfForward(method, parts, model.dim, most, shards[0].is_joined)
 
 
-@torch.no_grad()
+def on_host(node: Nested) -> Nested:
+    """Returns marked values without their history, on the host."""
+    return map_marked(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, node)
+
+
 def run_rows(
     model: ParallelModel, sample: RowsOfForward, most: int, most_bytes: int
 ) -> Iterator[tuple[PerReplica, Arguments]]:

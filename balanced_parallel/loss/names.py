@@ -81,7 +81,7 @@ def compare_names(first: Sequence[SumName], other: Sequence[SumName]) -> None:
     mean over other numbers of elements for each row.
     """
     if first != other:
-        texts = [names[0].text if names else "" for names in (first, other)]
+        texts = [f"{names[0].text:.200}" if names else "" for names in (first, other)]
         raise UnknownMeanError(
             f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others",
             f"; {ALWAYS}",

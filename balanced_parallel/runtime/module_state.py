@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from .devices import Devices, move
 from .random_numbers import RandomState
-from .torch_private import NormWithStatistics, buffers_of, foreach_copy_
+from .torch_private import BatchNorm, buffers_of, foreach_copy_
 
 
 def advancing_buffers(part: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers that a forward may advance, but for flags, which it sets once, those that
-    are trained, class weights, and the statistics of norms.
+    are trained, class weights, and the statistics of batch norm.
     """
-    if type(part).__module__ == "torch.nn.modules.loss" or isinstance(part, NormWithStatistics):
+    if type(part).__module__ == "torch.nn.modules.loss" or isinstance(part, BatchNorm):
         return {}
     return {
         name: buffer

@@ -25,7 +25,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 # the common base class of batch norms
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 from torch.nn.modules.dropout import _DropoutNd as Dropout  # the common base class of dropouts
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import StateDict
@@ -50,7 +49,6 @@ __all__ = [
     "DeviceContext",
     "Dropout",
     "FakeTensorMode",
-    "NormWithStatistics",
     "TorchDispatchMode",
 ]
 

@@ -5,7 +5,8 @@ Each loop equals the plain program, or the error says what to write.
 
 import pytest
 import torch
-from helpers.loops import CPUS, Calls
+import torch.nn.functional as F
+from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.problems import CLASSES, build_net
 from torch import nn
 from torch.testing import assert_close
@@ -16,6 +17,7 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     Rows,
+    TrainStep,
     Whole,
     gather,
     parallelize,
@@ -148,3 +150,74 @@ class TestRowsThatAreNotTensors:
             [[4]],
             [[5, 6]],
         ]
+
+
+class TestListsOfOutputs:
+    """Images of several sizes, whose outputs are lists beside lists of targets."""
+
+    def outputs(self):
+        return Calls(lambda net, texts: [net(text) for text in texts])
+
+    def batch(self):
+        lengths = (1, 3, 2, 5, 4)
+        return (
+            [torch.randn(length, 4) for length in lengths],
+            [torch.randint(CLASSES, (length,)) for length in lengths],
+        )
+
+    def test_a_mean_over_the_parts_of_all_rows_is_exact(self):
+        def mean_of_words(outputs, labels):
+            return F.cross_entropy(torch.cat(outputs), torch.cat(labels))
+
+        module, (texts, labels) = self.outputs(), self.batch()
+        assert_equal_program(
+            module,
+            DataParallelCriterion(mean_of_words),
+            lambda net: mean_of_words(net(texts), labels),
+            (Rows(texts),),
+            (Rows(labels),),
+        )
+
+    def test_rows_in_lists_that_cannot_be_joined_are_refused(self):
+        def mean_of_texts(outputs, labels):
+            pairs = zip(outputs["texts"], labels, strict=False)
+            return torch.stack([F.cross_entropy(*pair) for pair in pairs]).mean()
+
+        texts, labels = self.batch()
+        module = Calls(lambda net, texts: {"texts": [net(text) for text in texts]})
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = DataParallelModel(module, CPUS)
+        step = TrainStep(model, DataParallelCriterion(mean_of_texts), optimizer, micro_batch_size=1)
+        with pytest.raises(ValueError, match="rows together raise"):
+            step(Rows(texts), Rows(labels))
+
+    @pytest.mark.parametrize("micro_batch_size", [None, 1])
+    def test_a_mean_of_the_means_of_rows_needs_a_weight(self, micro_batch_size):
+        def mean_of_texts(outputs, labels):
+            pairs = zip(outputs, labels, strict=True)
+            return torch.stack([F.cross_entropy(*pair) for pair in pairs]).mean()
+
+        module, (texts, labels) = self.outputs(), self.batch()
+        model, rows = DataParallelModel(module, CPUS), (Rows(texts), Rows(labels))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        settings = {"micro_batch_size": micro_batch_size}
+        step = TrainStep(model, DataParallelCriterion(mean_of_texts), optimizer, **settings)
+        with pytest.raises(ValueError, match="expected the same means .* give weight=") as caught:
+            step(*rows)
+        assert len(str(caught.value)) < 800
+        expected = mean_of_texts(module(texts), labels).detach()
+        criterion = DataParallelCriterion(mean_of_texts, weight="rows")
+        assert_close(TrainStep(model, criterion, optimizer, **settings)(*rows), expected)
+
+    def test_scales_of_all_rows_stay_a_list_of_outputs(self):
+        def of_scales(outputs, names):
+            return sum(output.square().mean() for output in outputs)
+
+        inputs = torch.randn(9, 4)
+        assert_equal_program(
+            Calls(lambda net, x: [net(x), net(2 * x)]),
+            DataParallelCriterion(of_scales),
+            lambda net: of_scales(net(inputs), None),
+            (inputs,),
+            (Rows(["name"] * 9),),
+        )
