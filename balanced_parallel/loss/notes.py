@@ -9,7 +9,8 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batch import containers
 from ..replicas.all_rows import sum_over_rows
@@ -115,6 +115,7 @@ class Facts(NamedTuple):
 _UNKNOWN = Facts(_OF_ROWS)
 _FIXED = Facts(_OF_NOTHING, form=CONSTANT, is_target=True)
 _SUM = Facts(_OF_SUMS)
+_NONE: tuple[Callable[[], None], None] = (lambda: None), None
 
 
 class FunctionCall(NamedTuple):
@@ -128,21 +129,27 @@ class FunctionCall(NamedTuple):
     writes: bool
 
 
-class _FactsByTensor(WeakIdKeyDictionary):
-    """Facts about tensors while they live. ``ids`` has those of all, which are found faster, and
-    ``of_batch`` those of tensors that depend on it.
-    """
+class _FactsByTensor:
+    """Facts about tensors while they live. A later tensor may have the id of one that is gone."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.ids: set[int] = set()
-        self.of_batch: set[int] = set()
+        self._entries: dict[int, tuple[weakref.ref[Tensor], Facts]] = {}
 
     def __setitem__(self, tensor: Tensor, facts: Facts) -> None:
-        self.ids.add(id(tensor))
-        if facts.level or facts.is_selected:
-            self.of_batch.add(id(tensor))
-        super().__setitem__(tensor, facts)
+        self._entries[id(tensor)] = weakref.ref(tensor), facts
+
+    def __iter__(self) -> Iterator[Tensor]:
+        tensors = (reference() for reference, _ in [*self._entries.values()])
+        return (tensor for tensor in tensors if tensor is not None)
+
+    def get(self, tensor: Tensor) -> Facts | None:
+        """Returns the facts about a tensor, or None for an unknown one."""
+        reference, facts = self._entries.get(id(tensor), _NONE)
+        return facts if reference() is tensor else None
+
+    def forget(self, tensor: Tensor) -> None:
+        """Makes a tensor unknown."""
+        self._entries.pop(id(tensor), None)
 
 
 class SumNotes(TorchFunctionMode):
@@ -242,13 +249,13 @@ class SumNotes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         is_property = name in _PROPERTIES and type(args[0]) is Tensor
         # The rows of a shard are computed of a sum of all of them.
-        if func is sum_over_rows or (is_property and id(args[0]) not in self._facts.ids):
+        if func is sum_over_rows or (is_property and self._facts.get(args[0]) is None):
             return func(*args, **kwargs)
         if func in RULES or not self._is_unknown(name, args, kwargs):
             return self._call(func, args, kwargs)
         result = func(*args, **kwargs)
         is_tensor = isinstance(result, Tensor)
-        if is_tensor and result.dim() and id(result) not in self._facts.ids:
+        if is_tensor and result.dim() and self._facts.get(result) is None:
             return result
         if not is_tensor and name in _PROPERTIES:
             return result
@@ -260,20 +267,26 @@ class SumNotes(TorchFunctionMode):
         """
         if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
             return False
-        ids = set()
+        is_unknown = False
         parts = [*args, *kwargs.values()]
         for part in parts:
-            if type(part) is nn.Parameter:
+            kind = type(part)
+            if kind is nn.Parameter:
                 continue
-            if isinstance(part, Tensor):
-                # To ask for the class of a parameter takes long.
-                if type(part) is Tensor or not isinstance(part, nn.Parameter):
-                    ids.add(id(part))
+            # To ask for the class of a parameter takes long.
+            if kind is Tensor or (
+                isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            ):
+                facts = self._facts.get(part)
+                if facts is None:
+                    is_unknown = True
+                elif facts.level or facts.is_selected:
+                    return False
             elif isinstance(part, (list, tuple)):
                 parts += part
             elif isinstance(part, dict):
                 return False
-        return ids.isdisjoint(self._facts.of_batch) and not ids <= self._facts.ids
+        return is_unknown
 
     def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""
@@ -334,7 +347,7 @@ class SumNotes(TorchFunctionMode):
         """Returns True for arguments of a gradient of sums that are not divided, at rows, as forces
         are: a row has the same one beside others.
         """
-        facts: list[Facts] = [self._facts.get(each, _UNKNOWN) for each in tensors]
+        facts = [self._facts.get(each) or _UNKNOWN for each in tensors]
         kinds = {each.form.kind for each in facts if each.level == _OF_SUMS}
         return kinds == {"sum"} and not any(isinstance(each, nn.Parameter) for each in tensors)
 
@@ -347,7 +360,7 @@ class SumNotes(TorchFunctionMode):
         """Returns what is known of a value."""
         if not isinstance(value, Tensor):
             return _FIXED
-        facts: Facts | None = self._facts.get(value)
+        facts = self._facts.get(value)
         if facts is None and isinstance(value, nn.Parameter):
             facts = self._capture(value)
         if facts is None:
@@ -369,7 +382,7 @@ class SumNotes(TorchFunctionMode):
     def _learn(self, tensor: Tensor, facts: Facts) -> None:
         """Keeps the facts about a tensor, if they are not those of an unknown one."""
         if facts == _UNKNOWN:
-            self._facts.pop(tensor, None)
+            self._facts.forget(tensor)
         else:
             self._facts[tensor] = facts._replace(is_inside=self._is_inside)
 
@@ -414,7 +427,8 @@ class SumNotes(TorchFunctionMode):
         is_target = all(each.is_target for each in facts) and not result.requires_grad
         is_selected = any(each.is_selected for each in facts)
         is_selected = is_selected or _is_selection(call.name, call.tensors, result)
-        is_element = call.name in _ELEMENTS or any(each.is_element for each in facts)
+        is_some = call.name in _ELEMENTS and not _is_everything(call, result)
+        is_element = is_some or any(each.is_element for each in facts)
         is_element = is_element and call.name not in ("any", "all")
         return Facts(
             call.level, is_target=is_target, is_selected=is_selected, is_element=is_element
@@ -730,8 +744,8 @@ class SumNotes(TorchFunctionMode):
             if isinstance(each.value, Tensor):
                 self.statistics[number] = each._replace(value=next(new))
         for first, second in zip(before, output, strict=True):
-            if first in self._facts:
-                self._facts[second] = self._facts[first]
+            if facts := self._facts.get(first):
+                self._facts[second] = facts
 
     def average(self, result: object) -> None:
         """Notes that the entries of a result are averaged over the shards, whatever they are."""
@@ -739,7 +753,7 @@ class SumNotes(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 total = self._add("the loss", weighted_sum(leaf, 1))
                 self._quotient("the loss", total, 1.0, leaf)
-                self._facts[leaf] = self._facts[leaf]._replace(form=OTHER)
+                self._facts[leaf] = self._of(leaf)._replace(form=OTHER)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -759,6 +773,14 @@ def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
     if name == "getitem":
         return any(index.dtype == torch.bool for index in tensors[1:])
     return name in _SELECTIONS or (name == "where" and len(tensors) == 1)
+
+
+def _is_everything(call: FunctionCall, result: Tensor) -> bool:
+    """Returns True for a table of elements that tensors select, with no fewer than there are, as in
+    the mask of an attention.
+    """
+    table = call.tensors[0]
+    return result.dim() > table.dim() and result.numel() >= table.numel()
 
 
 def _is_plain(index: object) -> bool:
