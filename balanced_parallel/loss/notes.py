@@ -621,6 +621,7 @@ class SumNotes(TorchFunctionMode):
         """Computes a loss of torch. Of a mean, the sum and the count are noted."""
         mean = sum_and_count(function, arguments)
         name = function.__name__
+        is_selected = self._of(arguments.get("input")).is_selected
         result: Tensor
         if mean is not None:
             total, divisor = mean
@@ -630,7 +631,6 @@ class SumNotes(TorchFunctionMode):
                 result = total / divisor
             key = self._key(function, arguments)
             has_weight = arguments.get("weight") is not None
-            is_selected = self._of(arguments.get("input")).is_selected
             is_counted = RULES[function] is RULES[F.cross_entropy] or has_weight or is_selected
             # Other divisors follow from sizes.
             count = divisor.item() if divisor.is_cpu and not is_counted else divisor
@@ -644,7 +644,7 @@ class SumNotes(TorchFunctionMode):
         if reduction_in(arguments) == "sum" and not result.dim():
             self._sum(name, widen(result), result)
         else:
-            self._learn(result, _UNKNOWN)
+            self._learn(result, _UNKNOWN._replace(is_selected=is_selected))
         return result
 
     def _may_learn(self, value: object) -> bool:
