@@ -274,9 +274,7 @@ class SumNotes(TorchFunctionMode):
             if kind is nn.Parameter:
                 continue
             # To ask for the class of a parameter takes long.
-            if kind is Tensor or (
-                isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
-            ):
+            if kind is Tensor or (isinstance(part, Tensor) and not isinstance(part, nn.Parameter)):
                 facts = self._facts.get(part)
                 if facts is None:
                     is_unknown = True
