@@ -9,8 +9,7 @@ import contextlib
 import functools
 import itertools
 import operator
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batch import containers
 from ..replicas.all_rows import sum_over_rows
@@ -115,7 +115,6 @@ class Facts(NamedTuple):
 _UNKNOWN = Facts(_OF_ROWS)
 _FIXED = Facts(_OF_NOTHING, form=CONSTANT, is_target=True)
 _SUM = Facts(_OF_SUMS)
-_NONE: tuple[Callable[[], None], None] = (lambda: None), None
 
 
 class FunctionCall(NamedTuple):
@@ -129,27 +128,20 @@ class FunctionCall(NamedTuple):
     writes: bool
 
 
-class _FactsByTensor:
-    """Facts about tensors while they live. A later tensor may have the id of one that is gone."""
+class _FactsByTensor(WeakIdKeyDictionary):
+    """Facts about tensors while they live. ``_ids`` tell fast that a tensor is unknown."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Tensor], Facts]] = {}
+        super().__init__()
+        self._ids: set[int] = set()
 
     def __setitem__(self, tensor: Tensor, facts: Facts) -> None:
-        self._entries[id(tensor)] = weakref.ref(tensor), facts
+        self._ids.add(id(tensor))
+        super().__setitem__(tensor, facts)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        tensors = (reference() for reference, _ in [*self._entries.values()])
-        return (tensor for tensor in tensors if tensor is not None)
-
-    def get(self, tensor: Tensor) -> Facts | None:
-        """Returns the facts about a tensor, or None for an unknown one."""
-        reference, facts = self._entries.get(id(tensor), _NONE)
-        return facts if reference() is tensor else None
-
-    def forget(self, tensor: Tensor) -> None:
-        """Makes a tensor unknown."""
-        self._entries.pop(id(tensor), None)
+    def get(self, tensor: Tensor, default: Facts | None = None) -> Facts | None:
+        """Returns the facts about a tensor. An unknown one may have the id of one that is gone."""
+        return super().get(tensor, default) if id(tensor) in self._ids else default
 
 
 class SumNotes(TorchFunctionMode):
@@ -267,24 +259,21 @@ class SumNotes(TorchFunctionMode):
         """
         if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
             return False
-        is_unknown = False
+        known = []
         parts = [*args, *kwargs.values()]
         for part in parts:
-            kind = type(part)
-            if kind is nn.Parameter:
+            if type(part) is nn.Parameter:
                 continue
-            # To ask for the class of a parameter takes long.
-            if kind is Tensor or (isinstance(part, Tensor) and not isinstance(part, nn.Parameter)):
-                facts = self._facts.get(part)
-                if facts is None:
-                    is_unknown = True
-                elif facts.level or facts.is_selected:
-                    return False
+            if isinstance(part, Tensor):
+                # To ask for the class of a parameter takes long.
+                if type(part) is Tensor or not isinstance(part, nn.Parameter):
+                    known.append(self._facts.get(part))
             elif isinstance(part, (list, tuple)):
                 parts += part
             elif isinstance(part, dict):
                 return False
-        return is_unknown
+        is_of_batch = any(facts and (facts.level or facts.is_selected) for facts in known)
+        return None in known and not is_of_batch
 
     def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""
@@ -345,7 +334,7 @@ class SumNotes(TorchFunctionMode):
         """Returns True for arguments of a gradient of sums that are not divided, at rows, as forces
         are: a row has the same one beside others.
         """
-        facts = [self._facts.get(each) or _UNKNOWN for each in tensors]
+        facts: list[Facts] = [self._facts.get(each, _UNKNOWN) for each in tensors]
         kinds = {each.form.kind for each in facts if each.level == _OF_SUMS}
         return kinds == {"sum"} and not any(isinstance(each, nn.Parameter) for each in tensors)
 
@@ -380,7 +369,7 @@ class SumNotes(TorchFunctionMode):
     def _learn(self, tensor: Tensor, facts: Facts) -> None:
         """Keeps the facts about a tensor, if they are not those of an unknown one."""
         if facts == _UNKNOWN:
-            self._facts.forget(tensor)
+            self._facts.pop(tensor, None)
         else:
             self._facts[tensor] = facts._replace(is_inside=self._is_inside)
 
@@ -425,8 +414,11 @@ class SumNotes(TorchFunctionMode):
         is_target = all(each.is_target for each in facts) and not result.requires_grad
         is_selected = any(each.is_selected for each in facts)
         is_selected = is_selected or _is_selection(call.name, call.tensors, result)
-        is_some = call.name in _ELEMENTS and not _is_everything(call, result)
-        is_element = is_some or any(each.is_element for each in facts)
+        table = call.tensors[0]
+        # Numbers may select all elements of a table, as in the mask of an attention.
+        is_all = result.dim() > table.dim() and result.numel() >= table.numel()
+        is_element = call.name in _ELEMENTS and not is_all
+        is_element = is_element or any(each.is_element for each in facts)
         is_element = is_element and call.name not in ("any", "all")
         return Facts(
             call.level, is_target=is_target, is_selected=is_selected, is_element=is_element
@@ -742,8 +734,8 @@ class SumNotes(TorchFunctionMode):
             if isinstance(each.value, Tensor):
                 self.statistics[number] = each._replace(value=next(new))
         for first, second in zip(before, output, strict=True):
-            if facts := self._facts.get(first):
-                self._facts[second] = facts
+            if first in self._facts:
+                self._facts[second] = self._facts[first]
 
     def average(self, result: object) -> None:
         """Notes that the entries of a result are averaged over the shards, whatever they are."""
@@ -751,7 +743,7 @@ class SumNotes(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 total = self._add("the loss", weighted_sum(leaf, 1))
                 self._quotient("the loss", total, 1.0, leaf)
-                self._facts[leaf] = self._of(leaf)._replace(form=OTHER)
+                self._facts[leaf] = self._facts[leaf]._replace(form=OTHER)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -771,14 +763,6 @@ def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
     if name == "getitem":
         return any(index.dtype == torch.bool for index in tensors[1:])
     return name in _SELECTIONS or (name == "where" and len(tensors) == 1)
-
-
-def _is_everything(call: FunctionCall, result: Tensor) -> bool:
-    """Returns True for a table of elements that tensors select, with no fewer than there are, as in
-    the mask of an attention.
-    """
-    table = call.tensors[0]
-    return result.dim() > table.dim() and result.numel() >= table.numel()
 
 
 def _is_plain(index: object) -> bool:
