@@ -280,7 +280,8 @@ class ExactSteps(Strategy):
         """Calls the hook of the module at the beginning of a window."""
         optimizer = self.optimizers[0]
         self._zero_grad(module.current_epoch, module.trainer.fit_loop.batch_idx, optimizer)
-        gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+        groups = optimizer.param_groups[:1]  # There is none if nothing is optimized.
+        gradients = [parameter.grad for group in groups for parameter in group["params"]]
         if any(gradient is not None and gradient.any() for gradient in gradients):
             raise ValueError(
                 f"optimizer_zero_grad of {type(module).__name__} leaves gradients, expected that it clears them: accumulate over "

@@ -283,6 +283,8 @@ class BalancedTrainer(Trainer):
     ) -> nn.Module:
         """Returns the model of all devices, in place of Trainer's."""
         over_ranks = training and self.args.world_size > 1
+        if training:
+            self._work = None  # A fit that has failed may have left one.
         if self._wrapped == [self.model]:
             self.model_wrapped: nn.Module = self._forwards.model
             if not (over_ranks and isinstance(self.model_wrapped, DataParallelModel)):
@@ -368,7 +370,6 @@ class BalancedTrainer(Trainer):
         rows.
         """
         batches, _ = super().get_batch_samples(*arguments)
-        self._work = None
         if batches:
             batches[-1], weight = self._split(batches[-1])[0]
             # The last one does not count if all its rows are repeated.
@@ -409,7 +410,8 @@ class BalancedTrainer(Trainer):
         The result has no graph, except that of a window of one forward.
         """
         counts = self._counts.pop(0) if self._counts else True
-        is_last = not self._counts
+        # At the end of a data set without a length, the rows of the next window follow.
+        is_last = not self._counts and self.accelerator.sync_gradients
         forwards = self._forwards
         if not self._is_split:
             rows = move_leaves(inputs, self.args.device)
@@ -428,7 +430,8 @@ class BalancedTrainer(Trainer):
             work.add(forwards.batch(arguments, is_last=is_last))
             if is_last:
                 self._last = work.finish()
-                self._last.scale(forwards.trained.values())
+                # A callback may have given the model other parameters.
+                self._last.scale(forwards.model.parameters())
                 loss = self._last.loss.to(loss.device)
             else:
                 self._work = work

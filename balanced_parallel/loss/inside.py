@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..batch import containers
 from ..batch.containers import Nested
@@ -167,14 +168,27 @@ def on_host(node: Nested) -> Nested:
     return map_marked(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, node)
 
 
+class _LargestResult(TorchFunctionMode):
+    """Measures the largest result of a function of torch in its block, in bytes."""
+
+    size = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch."""
+        result = func(*args, **kwargs or {})
+        if isinstance(result, Tensor):
+            self.size = max(self.size, result.nbytes)
+        return result
+
+
 def run_rows(
     model: ParallelModel, sample: RowsOfForward, most: int, most_bytes: int
 ) -> Iterator[tuple[PerReplica, Arguments]]:
     """Yields the outputs of the first row, of the last, and of ``most`` of them, half and half, with
     their targets.
 
-    These are fewer if they have more bytes, but as many as those of the forward. All ranks call
-    this.
+    These are fewer if a tensor in the forward has more bytes, but as many as those of the forward.
+    All ranks call this.
     """
     from ..reproducible.row_random import Forward, UpdateRandom
 
@@ -195,9 +209,9 @@ def run_rows(
         draws: Sequence[Any] = ()
         first: PerReplica | None = None
         if not sample.is_joined:
-            first, draws = _run_first(run_repeated, update, device)
-            size = sum(tensor.nbytes for tensor in containers.tensors_in(first[0]))
-            if size * most > most_bytes:
+            with _LargestResult() as largest:
+                first, draws = _run_first(run_repeated, update, device)
+            if largest.size * most > most_bytes:
                 most = min(most, max(sample.rows, 2))
             rows_of_parts[-1] = [0, 1] * (most // 2)
             parts[-1] = take(parts[-1], rows_of_parts[-1], sample.dim)

@@ -142,20 +142,19 @@ class FunctionCall(NamedTuple):
 
 
 class _FactsByTensor(WeakIdKeyDictionary):
-    """Facts about tensors while they live. ``ids`` has those of all, which are found faster, and
-    ``of_batch`` those of tensors that depend on it.
-    """
+    """Facts about tensors while they live. ``_ids`` tell fast that a tensor is unknown."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ids: set[int] = set()
-        self.of_batch: set[int] = set()
+        self._ids: set[int] = set()
 
     def __setitem__(self, tensor: Tensor, facts: Facts) -> None:
-        self.ids.add(id(tensor))
-        if facts.level or facts.is_selected:
-            self.of_batch.add(id(tensor))
+        self._ids.add(id(tensor))
         super().__setitem__(tensor, facts)
+
+    def of(self, tensor: Tensor) -> Facts | None:
+        """Returns the facts about a tensor. An unknown one may have the id of one that is gone."""
+        return self.get(tensor) if id(tensor) in self._ids else None
 
 
 class SumNotes(TorchFunctionMode):
@@ -257,7 +256,7 @@ class SumNotes(TorchFunctionMode):
             name = func.__self__.__name__
         is_property = name in _PROPERTIES and type(args[0]) is Tensor
         # The rows of a shard are computed of a sum of all of them.
-        if func is sum_over_rows or (is_property and id(args[0]) not in self._facts.ids):
+        if func is sum_over_rows or (is_property and self._facts.of(args[0]) is None):
             return func(*args, **kwargs)
         if func in RULES or not self._is_unknown(name, args, kwargs):
             return self._call(func, args, kwargs)
@@ -270,7 +269,7 @@ class SumNotes(TorchFunctionMode):
         """Returns True for a result that depends on the rows, and that needs no note."""
         if not isinstance(result, Tensor):
             return name in _PROPERTIES
-        if not result.dim() or id(result) in self._facts.ids:
+        if not result.dim() or self._facts.of(result) is not None:
             return False
         return name not in _OF_DIMS or not _needs_dim(name, args, kwargs, result)
 
@@ -280,7 +279,7 @@ class SumNotes(TorchFunctionMode):
         """
         if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
             return False
-        ids = set()
+        known = []
         parts = [*args, *kwargs.values()]
         for part in parts:
             if type(part) is nn.Parameter:
@@ -288,12 +287,13 @@ class SumNotes(TorchFunctionMode):
             if isinstance(part, Tensor):
                 # To ask for the class of a parameter takes long.
                 if type(part) is Tensor or not isinstance(part, nn.Parameter):
-                    ids.add(id(part))
+                    known.append(self._facts.of(part))
             elif isinstance(part, (list, tuple)):
                 parts += part
             elif isinstance(part, dict):
                 return False
-        return ids.isdisjoint(self._facts.of_batch) and not ids <= self._facts.ids
+        is_of_batch = any(facts and (facts.level or facts.is_selected) for facts in known)
+        return None in known and not is_of_batch
 
     def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""
@@ -352,7 +352,7 @@ class SumNotes(TorchFunctionMode):
         """Returns True for arguments of a gradient of sums that are not divided, at rows, as forces
         are: a row has the same one beside others.
         """
-        facts: list[Facts] = [self._facts.get(each, _UNKNOWN) for each in tensors]
+        facts: list[Facts] = [self._facts.of(each) or _UNKNOWN for each in tensors]
         kinds = {each.form.kind for each in facts if each.level == _OF_SUMS}
         return kinds == {"sum"} and not any(isinstance(each, nn.Parameter) for each in tensors)
 
@@ -365,7 +365,7 @@ class SumNotes(TorchFunctionMode):
         """Returns what is known of a value."""
         if not isinstance(value, Tensor):
             return _FIXED
-        facts: Facts | None = self._facts.get(value)
+        facts = self._facts.of(value)
         if facts is None and isinstance(value, nn.Parameter):
             facts = self._capture(value)
         if facts is None:
@@ -432,7 +432,11 @@ class SumNotes(TorchFunctionMode):
         is_target = all(each.is_target for each in facts) and not result.requires_grad
         is_selected = any(each.is_selected for each in facts)
         is_selected = is_selected or _is_selection(call.name, call.tensors, result)
-        is_element = call.name in _ELEMENTS or any(each.is_element for each in facts)
+        table = call.tensors[0]
+        # Numbers may select all elements of a table, as in the mask of an attention.
+        is_all = result.dim() > table.dim() and result.numel() >= table.numel()
+        is_element = call.name in _ELEMENTS and not is_all
+        is_element = is_element or any(each.is_element for each in facts)
         is_element = is_element and call.name not in ("any", "all")
         return Facts(
             call.level,
@@ -669,6 +673,7 @@ class SumNotes(TorchFunctionMode):
         """Computes a loss of torch. Of a mean, the sum and the count are noted."""
         mean = sum_and_count(function, arguments)
         name = function.__name__
+        is_selected = self._of(arguments.get("input")).is_selected
         result: Tensor
         if mean is not None:
             total, divisor = mean
@@ -678,7 +683,6 @@ class SumNotes(TorchFunctionMode):
                 result = total / divisor
             key = self._key(function, arguments)
             has_weight = arguments.get("weight") is not None
-            is_selected = self._of(arguments.get("input")).is_selected
             is_counted = RULES[function] is RULES[F.cross_entropy] or has_weight or is_selected
             # Other divisors follow from sizes.
             count = divisor.item() if divisor.is_cpu and not is_counted else divisor
@@ -692,7 +696,7 @@ class SumNotes(TorchFunctionMode):
         if reduction_in(arguments) == "sum" and not result.dim():
             self._sum(name, widen(result), result)
         else:
-            self._learn(result, _UNKNOWN)
+            self._learn(result, _UNKNOWN._replace(is_selected=is_selected))
         return result
 
     def _may_learn(self, value: object) -> bool:

@@ -256,6 +256,20 @@ class SkippingFirst(Skipping):
         assert bool(results) == bool(batch_idx)
 
 
+class WithoutOptimizers(Classifier):
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_module_without_optimizers_stays_as_it_is():
+    module = WithoutOptimizers()
+    trainer = fit(module, BalancedStrategy(["cpu"] * 2), 2)
+    plain = fit(WithoutOptimizers())
+    assert_close(module.state_dict(), WithoutOptimizers().state_dict())
+    loss = trainer.callback_metrics["train_loss_epoch"]
+    assert_close(loss, plain.callback_metrics["train_loss_epoch"], rtol=1e-6, atol=1e-9)
+
+
 def test_the_first_batch_is_skipped():
     fit_both(SkippingFirst, 3, 1)
 

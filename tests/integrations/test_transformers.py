@@ -124,6 +124,12 @@ def manual_loss(outputs, labels, num_items_in_batch):
     return -(logs * (labels[:, 1:] != -100)).sum() / num_items_in_batch
 
 
+def mean_of_kept(outputs, labels, num_items_in_batch=None):
+    """Returns the mean of losses of the labels that are kept, whose number only a forward can count."""
+    is_kept = labels != -100
+    return F.cross_entropy(outputs.logits[is_kept], labels[is_kept], reduction="none").mean()
+
+
 def sum_or_mean(outputs, labels, num_items_in_batch=None):
     """Returns a sum where no number of items is told, which would add up over rows too."""
     return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), reduction="sum") / (
@@ -138,6 +144,7 @@ def sum_or_mean(outputs, labels, num_items_in_batch=None):
         ("tags", weighted_loss),
         ("tags", loss_with_another_ignored_label),
         ("tags", sum_or_mean),
+        ("tags", mean_of_kept),
         slow("tags", sum_and_mean),
         slow("gpt2", manual_loss),
         slow("llama", manual_loss),

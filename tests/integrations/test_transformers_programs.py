@@ -1,10 +1,13 @@
-"""Programs with ``BalancedTrainer`` beside ``Trainer``: a resume on other devices, and a search for settings."""
+"""Programs with ``BalancedTrainer`` beside ``Trainer``: a resume on other devices, a search for settings, callbacks that change
+the model, and data without a length."""
 
 import pytest
 import torch
-from helpers.trainers import make_arguments, make_model, make_rows, pad, train
+from helpers.trainers import make_arguments, make_model, make_rows, pad, train, train_plainly
+from torch import nn
 from torch.testing import assert_close
-from transformers import Trainer
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 
 from balanced_parallel import simulate
@@ -100,3 +103,55 @@ def test_a_search_for_settings(monkeypatch):
         )
     assert expected[0] != expected[1]
     assert_close(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+class Replacing(TrainerCallback):
+    """Gives the model another head after the second update."""
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **_):
+        if state.global_step == 2:
+            torch.manual_seed(3)
+            model.classifier = nn.Linear(16, 3).to(model.device)
+            optimizer.param_groups[0]["params"] = [*model.parameters()]
+
+
+def test_a_callback_replaces_a_part_of_the_model():
+    whole = make_arguments(per_device_train_batch_size=8)
+    settings = {"head": "classes", "callbacks": [Replacing()]}
+    expected = train(make_trainer(Trainer, whole, model=make_model("classes"), **settings))
+    arguments = make_arguments(gradient_accumulation_steps=2)
+    with simulate(2):
+        trainer = make_trainer(
+            BalancedTrainer, arguments, [0, 1], model=make_model("classes"), **settings
+        )
+        result = train(trainer)
+    assert len(result) == 3
+    assert_close(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+class Stream(IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(("devices", "batches"), [(1, 4), (2, 2)])
+def test_the_last_rows_of_data_without_a_length_are_of_the_next_update(devices, batches):
+    """``Trainer`` does not know that they are the last ones, and makes no update of them alone."""
+    rows = make_rows("llama", 20)
+    model = make_model("llama")
+    windows = rows[:8], rows[8:16], rows[16:] + rows[:8], rows[8:16]
+    expected = [number for each in windows for number in train_plainly(model, each, len(each))]
+    arguments = make_arguments(gradient_accumulation_steps=batches, max_steps=4)
+    trainer = BalancedTrainer(
+        make_model("llama"),
+        arguments,
+        train_dataset=Stream(rows),
+        data_collator=pad,
+        device_ids=["cpu"] * devices,
+    )
+    assert_close(torch.tensor(train(trainer)), torch.tensor(expected), rtol=1e-4, atol=1e-5)

@@ -440,3 +440,53 @@ def test_a_mean_runs_without_notes_until_it_is_another_loss(later, devices):
             assert all(net.modes)
     if later != "a penalty":  # It has two counts, so that the update is made anew in two passes.
         assert net.norm.num_batches_tracked == 28 // devices
+
+
+class Wide(nn.Module):
+    """A model with a large output for each row, which returns its loss alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 2**18)
+
+    def forward(self, inputs, labels):
+        return F.cross_entropy(self.layer(inputs), labels)
+
+
+def test_rows_that_are_compared_need_no_more_memory_than_those_of_a_forward():
+    inputs, labels = torch.randn(4, 1), torch.randint(2**18, (4,))
+    peaks = []
+    with simulate(1) as simulated:
+        net = Wide().to("sim:0")
+        model = DataParallelModel(net, [0])
+        criterion = DataParallelCriterion(lambda loss: loss)
+        step = TrainStep(model, criterion, sgd(net), micro_batch_size=2)
+        for _ in range(5):
+            simulated.reset_peak()
+            step({"inputs": inputs, "labels": labels})
+            peaks += simulated.peak
+    assert max(peaks) < 1.3 * min(peaks)
+
+
+class Masked(nn.Module):
+    """A model that selects all elements of a table by their numbers, as masks of attention do, and reads a maximum."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs):
+        rows = torch.arange(len(inputs)).view(-1, 1, 1)
+        hidden = self.layer(inputs[rows, torch.arange(4).view(1, 1, -1)][:, 0])
+        assert hidden.max() < 99
+        return hidden.square().sum() / len(inputs)
+
+
+def test_elements_that_are_all_of_a_table_tell_no_number_of_rows():
+    net = Masked()
+    plain = Plain(net, lambda loss: loss)
+    model = DataParallelModel(net, ["cpu"] * 2)
+    update = make_update(model, DataParallelCriterion(lambda loss: loss), 3, 0.1)
+    for _ in range(3):
+        rows = (torch.randn(7, 4),)
+        assert update(rows).item() == pytest.approx(plain(rows).item(), rel=1e-12)

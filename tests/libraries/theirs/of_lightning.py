@@ -36,6 +36,7 @@ FILES = {
     "trainer/flags": "barebones check_val_every_n_epoch fast_dev_run inference_mode limit_batches min_max_epochs "
     "overfit_batches val_check_interval",
     "trainer/logging_": "eval_loop_logging logger_connector train_loop_logging",
+    "trainer": "trainer",
     "trainer/optimization": "backward_calls manual_optimization multiple_optimizers optimizers",
 }
 # More files with tests that start processes.
@@ -61,8 +62,8 @@ REASONS = {
     "more than 1 value per channel|swa_resume.*Regex": "Batch norm needs two rows, and each device has one",
     "test_log_works_in_train_callback": "The logged loss is computed from sums over the shards, and differs in its last bit",
     "result_collection_reload": "The test reads what is logged inside of `training_step`, and values are logged after the update",
-    "hook_system_fit|resume_max": "The test lists all calls: `optimizer_zero_grad` comes first, and `training_step` runs for "
-    "each shard",
+    "hook_system_fit|resume_max|test_train_loop_system": "The test lists all calls: `optimizer_zero_grad` comes first, "
+    "and `training_step` runs for each shard",
     "train_eval_mode_restored": "The test asserts the training mode in `training_step`, and rows are compared in evaluation mode",
     "Timeout": "The test ran out of time on a loaded machine",
 }
