@@ -21,8 +21,9 @@ from .devices import DeviceKind
 from .trace.values import is_small
 
 LossFunction = Callable[..., Tensor]  # a module or a function
-# Classes of trace/layouts.py, which know the engine. What traces any program does not.
+# Classes of trace/, which know the engine. What traces any program does not.
 Layout = Any
+Stack = Any
 OptimizerMaker = Any
 
 
@@ -83,7 +84,8 @@ class Request:
     keeps_gradients: bool = False  # The loop clears them behind the forward.
     # Each gradient has a bucket with 0, so that blocks repeat. The memory lacks that of some buckets.
     bucket_bytes: int | None = None
-    blocks: int | None = None  # A trace has so many of a stack of equal blocks; None for all.
+    # A trace has so many of a stack of equal blocks; None for all.
+    blocks: tuple[Stack, int] | None = None
 
     @property
     def reduces_each(self) -> bool:
