@@ -34,7 +34,7 @@ from .candidates import HEADERS, TAKES_ANY_ROWS, WIDTHS, Choice, Option, Search,
 from .estimation import MakeOptimizer, make_report, make_request
 from .problem import LossFunction, Problem
 from .report import Capacity, MemoryReport, json_of, parse_each, verdict_of, write_page
-from .savings import PLANNED, savings_of
+from .savings import PLANNED, PlannedSaving, savings_of
 from .trace.layouts import OptimizerChoice, wrap
 from .trace.tracer import keeping_processes
 
@@ -304,9 +304,9 @@ class MemoryPlan:
             yield f"not tried (`tricks` measures each saving): {'; '.join(self.untried)}"
 
 
-def _count(number: int, one: str, many: str) -> str:
+def _count(number: int, singular: str, plural: str) -> str:
     """Returns a number of things as text."""
-    return f"{number} {one if number == 1 else many}"
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def _parallel_settings(plan: MemoryPlan) -> dict[str, Any]:
@@ -473,34 +473,10 @@ def write_program(
     """Returns the lines that apply a plan to its problem, as :meth:`MemoryPlan.apply` does."""
     chosen = plan.chosen
     applied = [planned for planned in PLANNED if planned.saving.name in chosen.savings]
-
-    def lines_of(change: str) -> list[str]:
-        return [
-            planned.line for planned in applied if planned.line and getattr(planned.saving, change)
-        ]
-
-    around = lines_of("surround")
     if chosen.is_whole:
-        if chosen.precision != "fp32":
-            around.insert(0, f'with torch.autocast("cuda", torch.{_DTYPES[chosen.precision]}):')
-        program = [
-            *lines_of("change_module"),
-            "optimizer = make_optimizer(module)",
-            *(f"{line}  # each of several" for line in lines_of("change_optimizer")),
-            *indented([*around, "update(module, optimizer, *inputs, *targets)"]),
-        ]
+        program = _lines_of_step(chosen, applied)
     else:
-        arguments = [planned.saving.name for planned in applied if not planned.line]
-        devices = {"device_ids": list(range(plan.devices))} if chosen.split else {}
-        parallel = {name: value for name, value in _parallel_settings(plan).items() if value}
-        program = [
-            *lines_of("change_module"),
-            f"model, criterion = parallelize(module, criterion{_text(devices | parallel)})",
-            f"optimizer = {_optimizer(chosen, criterion, make, arguments)}",
-            *lines_of("change_optimizer"),
-            f"step = TrainStep(model, criterion, optimizer{_text(_step_settings(chosen))})",
-            *indented([*around, "loss = step(inputs, targets)"]),
-        ]
+        program = _lines_of_update(plan, applied, criterion, make)
         if any(parameter.is_meta for parameter in module.parameters()):
             program.insert(0, MATERIALIZE)
     text = "\n".join(program)
@@ -513,6 +489,44 @@ def write_program(
         command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
         program.insert(0, f"# {command}; every rank passes its own rows, {plan.batch_size} in all")
     return tuple(program)
+
+
+def _lines_of_step(chosen: Choice, applied: Sequence[PlannedSaving]) -> list[str]:
+    """Returns the lines around an update in the user's own words."""
+    around = _lines_of(applied, "surround")
+    if chosen.precision != "fp32":
+        around.insert(0, f'with torch.autocast("cuda", torch.{_DTYPES[chosen.precision]}):')
+    return [
+        *_lines_of(applied, "change_module"),
+        "optimizer = make_optimizer(module)",
+        *(f"{line}  # each of several" for line in _lines_of(applied, "change_optimizer")),
+        *indented([*around, "update(module, optimizer, *inputs, *targets)"]),
+    ]
+
+
+def _lines_of_update(
+    plan: MemoryPlan,
+    applied: Sequence[PlannedSaving],
+    criterion: LossFunction,
+    make: MakeOptimizer,
+) -> list[str]:
+    """Returns the lines that make a step and run it."""
+    chosen = plan.chosen
+    arguments = [planned.saving.name for planned in applied if not planned.line]
+    devices = {"device_ids": list(range(plan.devices))} if chosen.split else {}
+    parallel = {name: value for name, value in _parallel_settings(plan).items() if value}
+    return [
+        *_lines_of(applied, "change_module"),
+        f"model, criterion = parallelize(module, criterion{_text(devices | parallel)})",
+        f"optimizer = {_optimizer(chosen, criterion, make, arguments)}",
+        *_lines_of(applied, "change_optimizer"),
+        f"step = TrainStep(model, criterion, optimizer{_text(_step_settings(chosen))})",
+        *indented([*_lines_of(applied, "surround"), "loss = step(inputs, targets)"]),
+    ]
+
+
+def _lines_of(applied: Sequence[PlannedSaving], change: str) -> list[str]:
+    return [planned.line for planned in applied if planned.line and getattr(planned.saving, change)]
 
 
 def indented(lines: Iterable[str]) -> Iterator[str]:

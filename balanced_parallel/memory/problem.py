@@ -21,9 +21,8 @@ from .devices import DeviceKind
 from .trace.values import is_small
 
 LossFunction = Callable[..., Tensor]  # a module or a function
-# Classes of trace/, which know the engine. What traces any program does not.
+# Classes of trace/layouts.py, which know the engine. What traces any program does not.
 Layout = Any
-Stack = Any
 OptimizerMaker = Any
 
 
@@ -85,7 +84,7 @@ class Request:
     # Each gradient has a bucket with 0, so that blocks repeat. The memory lacks that of some buckets.
     bucket_bytes: int | None = None
     # A trace has so many of a stack of equal blocks; None for all.
-    blocks: tuple[Stack, int] | None = None
+    blocks: tuple[Any, int] | None = None
 
     @property
     def reduces_each(self) -> bool:
