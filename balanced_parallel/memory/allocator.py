@@ -44,6 +44,7 @@ class CachingAllocator:
         # Each free block is at its start and at its end.
         self._borders: dict[tuple[int, int], Free] = {}
         self._segments: list[tuple[int, Pool]] = []  # Each has a size and a pool.
+        self._expanding: dict[Pool, int] = {}  # the segments of expandable pools
         self._used: dict[int, Free] = {}
 
     def allocate(self, key: int, size: int, stream: int = 0) -> bool:
@@ -56,10 +57,9 @@ class CachingAllocator:
         size = -(-size // 512) * 512
         small = size <= _SMALL
         pool = small, stream
-        enlarge = self._grow if self.expandable else self._new_segment
-        block = self._take(pool, size) or enlarge(pool, size)
+        block = self._take(pool, size) or self._reserve(pool, size)
         if block is None and self._release_free():
-            block = enlarge(pool, size)
+            block = self._reserve(pool, size)
         if block is None:
             return False
         length, segment, offset = block
@@ -110,37 +110,30 @@ class CachingAllocator:
         self._remove(pool, block)
         return block
 
-    def _new_segment(self, pool: Pool, size: int) -> Free | None:
-        length = _page(pool) if size < _MEDIUM else -(-size // _ROUND) * _ROUND
-        if not self._reserve(length):
-            return None
-        self._segments.append((length, pool))
-        return length, len(self._segments) - 1, 0
-
-    def _grow(self, pool: Pool, size: int) -> Free | None:
-        """Appends pages to the only segment of a pool, behind a free block at its end.
+    def _reserve(self, pool: Pool, size: int) -> Free | None:
+        """Enlarges a segment, behind a free block at its end: the only one of an expandable pool,
+        otherwise a new one.
 
         Pages given back leave a gap.
         """
-        pools = [other for _, other in self._segments]
-        number = pools.index(pool) if pool in pools else len(pools)
-        self._segments[number:] = self._segments[number:] or [(0, pool)]
+        number = len(self._segments)
+        unit = _page(pool) if size < _MEDIUM else _ROUND
+        if self.expandable:
+            number = self._expanding.setdefault(pool, number)
+            unit = _page(pool)
+        if number == len(self._segments):
+            self._segments.append((0, pool))
         end, _ = self._segments[number]
         last = self._borders.get((number, end), (0, number, end))
-        length = -(-(size - last[0]) // _page(pool)) * _page(pool)
-        if not self._reserve(length):
+        length = -(-(size - last[0]) // unit) * unit
+        if self.capacity is not None and self.reserved + length > self.capacity:
             return None
+        self.reserved += length
+        self.max_reserved = max(self.max_reserved, self.reserved)
         if last[0]:
             self._remove(pool, last)
         self._segments[number] = end + length, pool
         return last[0] + length, number, last[2]
-
-    def _reserve(self, length: int) -> bool:
-        if self.capacity is not None and self.reserved + length > self.capacity:
-            return False
-        self.reserved += length
-        self.max_reserved = max(self.max_reserved, self.reserved)
-        return True
 
     def _release_free(self) -> int:
         """Gives back whole segments, or pages of expandable ones, without a block in use.

@@ -130,11 +130,12 @@ def row_of(choice: Choice) -> list[str]:
     """Returns the cells of a choice in the table of a plan: sizes of each of unequal devices, or
     the largest.
     """
-    differences = ["other arithmetic"] * choice.changes_result + ["another optimizer"] * (
-        choice.optimizer is not None
-    )
-    if choice.statistics:
-        differences.append(f"batch norm by {choice.statistics}")
+    differences = {
+        "other arithmetic": choice.changes_result,
+        "another optimizer": choice.optimizer,
+        f"batch norm by {choice.statistics}": choice.statistics,
+    }
+    result = ", ".join(name for name, is_true in differences.items() if is_true) or "exact"
     rows = " + ".join(f"{weight:.0f}" for weight in choice.split or [choice.micro_batch_size])
     sizes = [
         " + ".join(map(format_bytes, each if choice.split else [max(each)]))
@@ -147,7 +148,7 @@ def row_of(choice: Choice) -> list[str]:
         f"{1 + choice.recomputed:.2f} x",
         format_bytes(choice.traffic),
         format_bytes(choice.host_traffic),
-        ", ".join(differences) or "exact",
+        result,
     ]
 
 
@@ -208,11 +209,14 @@ class Option:
 
     @property
     def held(self) -> int:
-        """Bytes of parameters, gradients and optimizer state on a device without shards."""
-        state: int = self.request.optimizer.state_bytes(self.learned)
-        owners = self.request.devices if self.request.balanced else 1
-        buffers: int = sum(buffer.nbytes for buffer in self.request.module.buffers())
-        return self.parameters + buffers + self.gradients + state // owners
+        """Bytes of parameters, gradients and optimizer state on a device, if shards are equal."""
+        request = self.request
+        state: int = request.optimizer.state_bytes(self.learned)
+        buffers: int = sum(buffer.nbytes for buffer in request.module.buffers())
+        whole = self.parameters + buffers + self.gradients
+        if request.layout.is_sharded:
+            return (whole + state) // request.devices
+        return whole + (state // request.devices if request.balanced else state)
 
     @property
     def name(self) -> str:
@@ -374,18 +378,25 @@ class Option:
         )
 
     def _trace_few_blocks(self) -> None:
-        """Takes traces of few blocks in place of traces of all, if they show that not one row fits.
+        """Takes traces of few blocks in place of traces of all, if they show that not one row fits,
+        or if buckets are small beside a device, as those of adapters.
 
         With a bucket for each gradient, blocks repeat that do not otherwise. Larger buckets need
-        more memory. A device that is half empty without activations likely has room for a row.
+        more memory: at most twice the gradients. A device that is half empty without activations
+        likely has room for a row.
         """
         request = replace(self.request, bucket_bytes=0)
-        if self.held < max(self.capacity) // 2:
+        has_small = self.gradients < max(self.capacity) // 100
+        is_empty = self.held < max(self.capacity) // 2
+        if is_empty and not has_small:
             return
         if find_repeated(self.request) or not find_repeated(request):
             return
         rough = Option(self.savings, request, self.capacity, self.batch_size)
-        if not all(rough.most_rows(2, 1)):
+        if has_small:
+            self.request = rough.request
+            self.limits = [limit - 2 * self.gradients for limit in self.limits]
+        elif not all(rough.most_rows(2, 1)):
             self.request = rough.request
             self.traced = rough.traced
 
@@ -435,7 +446,7 @@ class Search:
 
     Savings are put together in their order, first those that leave the result as it is. Each
     combination is a step of a ladder, and has several layouts over the devices. If the last two
-    steps do not fit, which need the least memory, no other is traced.
+    steps of a ladder with other arithmetic do not fit, no other of it is traced.
 
     Attributes:
         choices: the options that were traced.
@@ -460,6 +471,7 @@ class Search:
         self.hosts = hosts
         self.choices: dict[Option, Choice] = {}
         self.skipped: dict[str, str] = {}
+        self._refused = set[Option]()  # No trace could run them.
         self._failing = set[PlannedSaving]()
         self._option = functools.cache(self._make_option)
         savings = self._suited("layout")
@@ -470,7 +482,7 @@ class Search:
         ]
         # The layouts of a group are tried together. Shards over several devices need no more of
         # each than an optimizer on the host.
-        self._groups = [layouts] if len(capacity) > 1 else [layouts, on_host]
+        self._groups = [layouts, on_host] if len(capacity) == 1 and on_host else [layouts]
         *_, self._last = itertools.chain(*self._groups)
         self._traffic = min(option.traffic(1) for option in self._make(layouts))
 
@@ -486,8 +498,7 @@ class Search:
     def _trace(self) -> None:
         """Traces options. If none fits, optimizers with less state are traced as well."""
         ladders = self._ladders()
-        groups = [layouts for layouts in self._groups if layouts]
-        if any(self._climb(layouts, ladder) for ladder in ladders for layouts in groups):
+        if any(self._climb(layouts, ladder) for ladder in ladders for layouts in self._groups):
             return
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
         for option in self._make(
@@ -524,45 +535,45 @@ class Search:
                     _log.info("the best so far: %s", ", ".join(row_of(choice)))
             except ValueError as error:
                 self.skipped[option.name] = str(error)
+                self._refused.add(option)
                 if isinstance(error, ProgramError) and not self.choices:
                     raise ProgramError(f"{option.name}: {error}; {TAKES_ANY_ROWS}") from error
         return option in self.choices and self.choices[option].fits
 
     def _has_a_chance(self, option: Option) -> bool:
         """Returns False if an option fits at once without savings that cost time, if its tensors
-        leave less than a fifth of a device, which an update needs, or if it misses without
-        BalancedOptimizer by more than its optimizer takes.
+        leave less than a fifth of a device, which an update needs, or if another layout misses by
+        more than this one takes off the tensors.
 
         On one device a fused optimizer, which needs nothing, comes before the host. The last layout
-        is traced in any case.
+        is traced where it needs the least memory.
         """
         savings = set(option.savings)
         for other, choice in self.choices.items():
             less = set(other.savings)
             if choice.micro_batches == 1 and less < savings <= less | _COSTLY:
                 return False
+        is_last = savings.issuperset(self._last)
         share = 1.0 if len(self.capacity) == 1 else 0.8
-        if not savings.issuperset(self._last) and option.held > share * max(self.capacity):
+        if option.held > share * max(self.capacity) and not is_last:
             self.skipped[option.name] = (
                 f"parameters, gradients and optimizer state take {format_bytes(option.held)} per device"
             )
             return False
-        plain = self._option(tuple(saving for saving in option.savings if saving is not SPREAD))
-        if plain is None or plain not in self.choices:
+        plain = self._option(tuple(each for each in option.savings if each.stage != "layout"))
+        if plain is option or plain not in self.choices or (is_last and savings & _COSTLY):
             return True
-        missing = plain.lines(2).at_least(0, plain.step) + plain.context - max(plain.limits)
+        assert plain is not None
+        missing = plain.lines(2).at_least(0, plain.step) + plain.context - max(option.limits)
         return missing <= plain.held - option.held + 4 * plain.gradients
 
-    def _is_fast(self) -> bool:
+    def _is_fast(self, choice: Choice) -> bool:
         """Returns True if a choice fits whose time is within a half of the least: no recomputation,
         in one micro-batch.
         """
-        choices = [*self.choices.values()]
-        least = replace(choices[0], traffic=self._traffic, host_traffic=0)
-        return any(
-            choice.fits and choice.work <= 1.5 * replace(least, precision=choice.precision).work
-            for choice in choices
-        )
+        first = next(iter(self.choices.values()))
+        least = replace(first, traffic=self._traffic, host_traffic=0, precision=choice.precision)
+        return choice.fits and choice.work <= 1.5 * least.work
 
     def _ladders(self) -> list[list[Combination]]:
         """Returns combinations of savings: exact ones, and the same with each that computes
@@ -581,55 +592,26 @@ class Search:
         ]
 
     def _climb(self, layouts: list[Combination], ladder: list[Combination]) -> bool:
-        """Traces a ladder until a step fits and is fast.
+        """Traces a ladder until a step fits and is fast. Returns True if one fits.
 
-        After its first step, the layout of the least memory comes first.
-        """
-        first, *further = ladder
-        if self._fit_fast(layouts, first):
-            return True
-        traced = [
-            layout
-            for layout in layouts
-            if any(each.name not in self.skipped for each in self._make([(*layout, *first)]))
-        ]
-        *others, least = traced or layouts
-        # Each layout needs less memory than those before it.
-        for group in [least], others[::-1]:
-            fitting = itertools.takewhile(lambda layout: self._may_fit(layout, ladder), group)
-            if self._fit_in_steps(list(fitting), further):
-                return True
-            if not self._any_fits():
-                return False
-        return True
-
-    def _fit_in_steps(self, layouts: list[Combination], steps: list[Combination]) -> bool:
-        """Traces steps of a ladder until a choice is fast.
-
-        Of those that cost no time the last needs the least memory. If it is slow, so are those
+        Of the steps that cost no time, the last needs the least memory. If it is slow, so are those
         before it, which are left out.
         """
-        free = list(itertools.takewhile(_COSTLY.isdisjoint, steps))
-        options = self._options(layouts, free[-1]) if free else []
-        is_fast = any(self._fits(option) and self._is_fast() for option in options)
-        if not is_fast and self._are_traced(options):
-            steps = steps[len(free) :]
-        return any(self._fit_fast(layouts, step) for step in steps)
-
-    def _may_fit(self, layout: Combination, ladder: list[Combination]) -> bool:
-        """Returns False if a layout does not fit with the steps of a ladder that need the least
-        memory.
-        """
-        # Checkpoints are traced faster than with offloading. Few are traced where nothing fits.
-        last = ladder[-2:] if ladder[0] else ladder[-3:]
-        first, *options = self._make((*layout, *step) for step in (ladder[0], *last))
-        return any(map(self._fits, (first, *options))) or not self._are_traced(options)
+        fit_fast = functools.partial(self._fit_fast, layouts)
+        # Few are traced where nothing fits.
+        least = [option for step in ladder[-2:] for option in self._options(layouts[-1:], step)]
+        if ladder[0] and not any(map(self._fits, least)) and self._refused.isdisjoint(least):
+            return False
+        if fit_fast(ladder[0]):
+            return True
+        free = list(itertools.takewhile(_COSTLY.isdisjoint, ladder))
+        if fit_fast(free[-1]):
+            bisect.bisect_left(free, True, key=fit_fast)  # Fewer of them may suffice.
+            return True
+        return any(map(fit_fast, ladder[len(free) :])) or self._any_fits()
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())
-
-    def _are_traced(self, options: list[Option]) -> bool:
-        return not self.choices.keys().isdisjoint(options)
 
     def _fit_fast(self, layouts: list[Combination], step: Combination) -> bool:
         """Traces a step of a ladder with some layouts until a choice is fast.
@@ -637,9 +619,9 @@ class Search:
         A saving that cannot be traced is left out.
         """
         options = self._options(layouts, step)
-        if any(self._fits(option) and self._is_fast() for option in options):
+        if any(self._fits(option) and self._is_fast(self.choices[option]) for option in options):
             return True
-        if options and not self._are_traced(options):
+        if options and self._refused.issuperset(options):
             traceable = [saving for saving in step if saving not in self._failing]
             self._failing.update(traceable[-1:])
         return False

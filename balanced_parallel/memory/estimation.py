@@ -132,14 +132,12 @@ def compare_kinds(
     targets: object,
     *,
     device_kind: Sequence[str],
-    dim: int = 0,
-    scalar: float | None = None,
     **settings: Any,
 ) -> KindComparison:
     """Predicts the memory of an update on GPUs of several kinds, from one pair of traces.
 
     Args:
-        module, criterion, inputs, targets, dim, scalar, settings: as for :func:`estimate`.
+        module, criterion, inputs, targets, settings: as for :func:`estimate`.
         device_kind: names of GPUs, such as ``["a100", "rtx4090"]``.
 
     Returns:
@@ -160,15 +158,14 @@ def compare_kinds(
     if others or not kinds:
         raise ValueError(f"device_kind={others}, expected names of GPUs, such as 'a100'")
     largest = max(kinds, key=lambda name: kinds[name].workspace)
-    request = make_request(
-        Problem(module, criterion, inputs, targets, dim, scalar), device_kind=largest, **settings
-    )
-    rows = -(-request.rows // request.micro_batches)
-    traced = lines_of(request, rows)
+    report = estimate(module, criterion, inputs, targets, device_kind=largest, **settings)
+    traced = report.batches
+    rows = traced.exact.first.rows
     source = traced.lines if traced.lines.first.rows == rows else traced.exact
     comparison = KindComparison()
     for name, kind in kinds.items():
-        of_kind = dataclasses.replace(request, kind=kind)
+        kind = dataclasses.replace(kind, expandable=traced.request.kind.expandable)
+        of_kind = dataclasses.replace(traced.request, kind=kind)
         comparison[name] = make_report(of_kind, rows, Lines(of_kind, source.first, source.second))
     return comparison
 

@@ -160,10 +160,7 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     plain = trace_exactly(request, rows)
     report = make_report(request, rows, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
-    holders = ", ".join(
-        f"{values.format_bytes(size)} of {' in '.join(filter(None, places))}"
-        for size, *places in map(dataclasses.astuple, report.where[worst][:3])
-    )
+    holders = ", ".join(map(str, report.where[worst][:3]))
     savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDS]
     measured = saved_bytes(request, rows, max(report.allocated), savings)
     size, best = max(
@@ -216,7 +213,7 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
         request,
         criterion=criterion if is_local else request.criterion,
         optimizer=ExistingOptimizers(optimizers),
-        savings=(ON_HOST.saving.name,) * all(map(is_offloaded, optimizers)),
+        savings=(ON_HOST.saving.name,) if all(map(is_offloaded, optimizers)) else (),
     )
 
 

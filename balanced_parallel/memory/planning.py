@@ -34,7 +34,7 @@ from .candidates import HEADERS, TAKES_ANY_ROWS, WIDTHS, Choice, Option, Search,
 from .estimation import MakeOptimizer, make_report, make_request
 from .problem import LossFunction, Problem
 from .report import Capacity, MemoryReport, json_of, parse_each, verdict_of, write_page
-from .savings import PLANNED, savings_of
+from .savings import PLANNED, PlannedSaving, savings_of
 from .trace.layouts import OptimizerChoice, wrap
 from .trace.tracer import keeping_processes
 
@@ -50,6 +50,7 @@ _UNKNOWN_DIVISOR = (
 )
 MATERIALIZE = 'module.to_empty(device="cpu")  # it is on meta, without values: load them here'
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_IMPORTED = "BalancedOptimizer", "TrainStep", "parallelize", "savings"
 _SHARDS = (
     "fsdp: a tenth of a GPU stays free, since published programs of FSDP need more than is predicted: "
     "of FSDP1 3 to 45 %"
@@ -133,10 +134,10 @@ class MemoryPlan:
     @property
     def _fit(self) -> str:
         if self.fits:
-            number = self.chosen.micro_batches
-            how = f"{self._rows} in {number} micro-batch{'es' * (number != 1)}"
+            forwards = _count(self.chosen.micro_batches, "micro-batch", "micro-batches")
             # Ranks are alike.
-            return verdict_of(zip(self.chosen.reserved, self.capacity, strict=False), f"{how}, ")
+            sizes = zip(self.chosen.reserved, self.capacity, strict=False)
+            return verdict_of(sizes, f"{self._rows} in {forwards}, ")
         assert self.needs is not None
         size, count = self.needs
         of_size = f"devices of {values.format_bytes(max(self.capacity))}"
@@ -151,7 +152,7 @@ class MemoryPlan:
         if self.chosen.split:
             return f"{' + '.join(f'{weight:.0f}' for weight in self.chosen.split)} rows at most"
         rows = -(-self.batch_size // (self.devices * self.chosen.micro_batches))
-        return f"{rows} row{'s' * (rows != 1)} per device"
+        return f"{_count(rows, 'row', 'rows')} per device"
 
     def apply(
         self,
@@ -279,8 +280,9 @@ class MemoryPlan:
 
     @property
     def _title(self) -> str:
-        hosts = f"{self.hosts} hosts of " * (self.hosts > 1)
-        devices = f"{hosts}{self.devices // self.hosts} x {self.device_kind}"
+        devices = f"{self.devices // self.hosts} x {self.device_kind}"
+        if self.hosts > 1:
+            devices = f"{self.hosts} hosts of {devices}"
         count = self.devices if len(set(self.capacity)) > 1 else 1
         capacity = " + ".join(map(values.format_bytes, self.capacity[:count]))
         return f"{self.batch_size} rows per update on {devices} with {capacity}"
@@ -300,6 +302,11 @@ class MemoryPlan:
             yield f"by hand: {'; '.join(self.remarks)}"
         if self.untried and verbose:
             yield f"not tried (`tricks` measures each saving): {'; '.join(self.untried)}"
+
+
+def _count(number: int, singular: str, plural: str) -> str:
+    """Returns a number of things as text."""
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def _parallel_settings(plan: MemoryPlan) -> dict[str, Any]:
@@ -466,50 +473,60 @@ def write_program(
     """Returns the lines that apply a plan to its problem, as :meth:`MemoryPlan.apply` does."""
     chosen = plan.chosen
     applied = [planned for planned in PLANNED if planned.saving.name in chosen.savings]
-    optimizer = [planned.saving.name for planned in applied if not planned.line]
-
-    def lines_of(change: str) -> list[str]:
-        return [
-            planned.line for planned in applied if planned.line and getattr(planned.saving, change)
-        ]
-
-    names = ["BalancedOptimizer"] * chosen.balanced_optimizer + ["TrainStep", "parallelize"]
-    names += ["savings"] * (len(optimizer) < len(applied))
-    is_meta = any(parameter.is_meta for parameter in module.parameters())
-    parallel = {
-        "device_ids": chosen.split and list(range(plan.devices)),
-        **_parallel_settings(plan),
-    }
-    parallel = {name: value for name, value in parallel.items() if value}
     if chosen.is_whole:
-        around = lines_of("surround")
-        if chosen.precision != "fp32":
-            around.insert(0, f'with torch.autocast("cuda", torch.{_DTYPES[chosen.precision]}):')
-        return (
-            "import torch",
-            "from balanced_parallel import savings",
-            "",
-            *lines_of("change_module"),
-            "optimizer = make_optimizer(module)",
-            *(f"{line}  # each of several" for line in lines_of("change_optimizer")),
-            *indented([*around, "update(module, optimizer, *inputs, *targets)"]),
-        )
-    hosts = f" --nnodes={plan.hosts}" * (plan.hosts > 1)
-    command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
-    start = f"# {command}; every rank passes its own rows, {plan.batch_size} in all"
-    return (
-        *[start] * chosen.is_distributed,
-        "import torch",
-        f"from balanced_parallel import {', '.join(names)}",
-        "",
-        *[MATERIALIZE] * is_meta,
-        *lines_of("change_module"),
-        f"model, criterion = parallelize(module, criterion{_text(parallel)})",
-        f"optimizer = {_optimizer(chosen, criterion, make, optimizer)}",
-        *lines_of("change_optimizer"),
+        program = _lines_of_step(chosen, applied)
+    else:
+        program = _lines_of_update(plan, applied, criterion, make)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            program.insert(0, MATERIALIZE)
+    text = "\n".join(program)
+    names = [name for name in _IMPORTED if name in text]
+    if names:
+        program = [f"from balanced_parallel import {', '.join(names)}", "", *program]
+    program.insert(0, "import torch")
+    if chosen.is_distributed:
+        hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
+        command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
+        program.insert(0, f"# {command}; every rank passes its own rows, {plan.batch_size} in all")
+    return tuple(program)
+
+
+def _lines_of_step(chosen: Choice, applied: Sequence[PlannedSaving]) -> list[str]:
+    """Returns the lines around an update in the user's own words."""
+    around = _lines_of(applied, "surround")
+    if chosen.precision != "fp32":
+        around.insert(0, f'with torch.autocast("cuda", torch.{_DTYPES[chosen.precision]}):')
+    return [
+        *_lines_of(applied, "change_module"),
+        "optimizer = make_optimizer(module)",
+        *(f"{line}  # each of several" for line in _lines_of(applied, "change_optimizer")),
+        *indented([*around, "update(module, optimizer, *inputs, *targets)"]),
+    ]
+
+
+def _lines_of_update(
+    plan: MemoryPlan,
+    applied: Sequence[PlannedSaving],
+    criterion: LossFunction,
+    make: MakeOptimizer,
+) -> list[str]:
+    """Returns the lines that make a step and run it."""
+    chosen = plan.chosen
+    arguments = [planned.saving.name for planned in applied if not planned.line]
+    devices = {"device_ids": list(range(plan.devices))} if chosen.split else {}
+    parallel = {name: value for name, value in _parallel_settings(plan).items() if value}
+    return [
+        *_lines_of(applied, "change_module"),
+        f"model, criterion = parallelize(module, criterion{_text(devices | parallel)})",
+        f"optimizer = {_optimizer(chosen, criterion, make, arguments)}",
+        *_lines_of(applied, "change_optimizer"),
         f"step = TrainStep(model, criterion, optimizer{_text(_step_settings(chosen))})",
-        *indented([*lines_of("surround"), "loss = step(inputs, targets)"]),
-    )
+        *indented([*_lines_of(applied, "surround"), "loss = step(inputs, targets)"]),
+    ]
+
+
+def _lines_of(applied: Sequence[PlannedSaving], change: str) -> list[str]:
+    return [planned.line for planned in applied if planned.line and getattr(planned.saving, change)]
 
 
 def indented(lines: Iterable[str]) -> Iterator[str]:

@@ -38,6 +38,10 @@ class Holder:
     module: str
     line: str
 
+    def __str__(self) -> str:
+        places = [place for place in (self.part, self.module, self.line) if place]
+        return f"{format_bytes(self.bytes)} of {' in '.join(places)}"
+
 
 def holders_of(lines: Lines, device: int, rows: int) -> tuple[Holder, ...]:
     """Returns the largest holders of a device's peak."""

@@ -110,7 +110,7 @@ def _rows(source: str, name: str, build: Callable[[int], Program], published: di
 
 
 _silu, _gelu = (functools.partial(blocks.mlp, *settings) for settings in (("silu", 4), ("gelu_pytorch_tanh", 8)))
-_phi, _stable, _llama = (functools.partial(models.lora, name) for name in models.LORA)
+_phi, _stable, _llama, _ = (functools.partial(models.lora, name) for name in models.LORA)
 _mobile, _resnet, _vgg = (functools.partial(models.convolutional, name) for name in ("MobileNetV2", "ResNet-50", "VGG-16"))
 _CUDNN = "workspaces and kernels of cuDNN"
 _LITGPT = "the program is rebuilt: how it rotates and what it keeps until the next loss is partly a guess"
@@ -131,6 +131,13 @@ _QLORA = {
     ("Llama-2-7B", False): 14.14,
     ("Llama-2-7B", True): 13.84,
 }
+_SHARDED = {
+    ("phi-1.5", 2, 1044): {1: 4.86, 2: 5.05, 4: 5.88},
+    ("StableLM-3B", 2, 1034): {1: 12.75, 2: 12.94, 4: 13.45},
+    ("Llama-2-7B", 2, 1304): {1: 22.18, 2: 22.47, 4: 23.39},
+    ("Llama-2-13B", 4, 1304): {1: 35.57},
+}
+_FSDP1 = "flat parameters of FSDP1, and random lengths after the first micro-batch"
 _WIDTHS = {1024: 80.02, 2048: 160.031, 4096: 320.055, 8192: 640.102, 16384: 1280.195, 32768: 2560.383}
 ROWS = [
     *_rows("L", "cross entropy of 16384 x {}", blocks.cross_entropy, _VOCABULARY),
@@ -156,6 +163,17 @@ ROWS = [
             _LITGPT,
         )
         for (name, nested), size in _QLORA.items()
+    ],
+    *[
+        Row(
+            "G",
+            f"LoRA of {name}, FSDP of {ranks}, {rows} x {length}",
+            _gigabytes(size),
+            functools.partial(models.sharded_lora, name, ranks, rows),
+            _FSDP1,
+        )
+        for (name, ranks, length), sizes in _SHARDED.items()
+        for rows, size in sizes.items()
     ],
     Row("T", "Llama 3.2 3B, bf16, 2 x 4096, AdamW", 60 * 1024, models.llama_3b, "torchtune copies keys and values per head"),
     Row("AO", "DINOv2 giant, bf16, 32 images, checkpointed", _gigabytes(9.82), models.vit_giant),

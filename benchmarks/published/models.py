@@ -253,14 +253,21 @@ class LoRALanguageModel(nn.Module):
 
 
 class ChunkedLoss(nn.Module):
-    """The loss of chunks of logits, which stay alive until the next loss, as a variable of the program does."""
+    """The loss of chunks of logits, which stay alive until the next loss if it keeps them, as a variable of the program does."""
+
+    def __init__(self, keeps: bool = True) -> None:
+        super().__init__()
+        self.keeps = keeps
 
     def forward(self, chunks: list[Tensor], targets: Tensor) -> Tensor:
         """Returns the mean loss of the next tokens."""
-        self.chunks = [*chunks[:-1], chunks[-1][..., :-1, :]]
+        self.chunks = None
+        chunks = [*chunks[:-1], chunks[-1][..., :-1, :]]
+        if self.keeps:
+            self.chunks = chunks
         parts = [
             F.cross_entropy(chunk.reshape(-1, chunk.size(-1)), part.reshape(-1), ignore_index=-1, reduction="none")
-            for chunk, part in zip(self.chunks, targets[..., 1:].split(128, dim=1), strict=True)
+            for chunk, part in zip(chunks, targets[..., 1:].split(128, dim=1), strict=True)
         ]
         return torch.cat(parts).mean()
 
@@ -270,6 +277,7 @@ LORA = {
     "phi-1.5": ("phi", 51200, 2048, 24, 32, 32, 8192, 1044),
     "StableLM-3B": ("neox", 50688, 4096, 16, 32, 32, 16384, 1034),
     "Llama-2-7B": ("llama", 32000, 4096, 32, 32, 128, 11008, 1304),
+    "Llama-2-13B": ("llama", 32000, 5120, 40, 40, 128, 13824, 1304),
 }
 
 
@@ -282,6 +290,32 @@ def lora(name: str, rows: int) -> Program:
     for name in ("cos", "sin"):
         net.register_buffer(name, getattr(net, name).float())  # computed outside of the context in which bf16 is the default
     return Program(net, ChunkedLoss(), tokens, tokens, {"optimizer": torch.optim.AdamW, "micro_batch_size": rows})
+
+
+class _OfAdapters(torch.optim.AdamW):
+    """Updates the parameters of LoRA, which have 8 or 16 rows or columns, and clears the gradients of all."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.every = list(parameters)
+        super().__init__([each for each in self.every if each.dim() == 2 and not {8, 16}.isdisjoint(each.shape)])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all parameters."""
+        for parameter in self.every:
+            parameter.grad = None
+
+
+def sharded_lora(name: str, ranks: int, rows: int) -> Program:
+    """Builds the fine-tuning on several devices with FSDP1 and checkpointed blocks.
+
+    A block of FSDP1 is one flat parameter: with adapters in it, gradients of all of its weights are computed, which stay whole
+    until the last micro-batch. The program begins with the longest sequence, so that no logits of that length are kept.
+    """
+    program = lora(name, rows)
+    program.module.blocks.requires_grad_(True)
+    settings = {"layout": "fsdp", "devices": ranks, "whole_gradients": True, "savings": ["checkpoint_activations"]}
+    settings |= program.settings | {"optimizer": _OfAdapters}
+    return Program(program.module, ChunkedLoss(keeps=False), program.inputs, program.targets, settings)
 
 
 class _Saved(torch.autograd.Function):

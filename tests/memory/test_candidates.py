@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 
 from balanced_parallel import memory
 from balanced_parallel.memory import candidates
+from balanced_parallel.memory import savings as savings_of_plans
 from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.problem import Problem
+from balanced_parallel.memory.trace.stacks import find_repeated
 from balanced_parallel.runtime.values import format_bytes
 
 WIDTH = 64
@@ -167,7 +170,7 @@ def test_an_option_that_cannot_be_traced_is_skipped_and_named():
         net, nn.MSELoss(), *batch(4), capacity=needs + 2**16, precision="bf16", **settings
     )
     reasons = dict(plan.skipped)
-    name = "optimizer on the host, fused optimizer, checkpointed blocks, offloaded activations"
+    name = "optimizer on the host, fused optimizer, checkpointed blocks"
     assert reasons[name] == "NotImplementedError: this block"
     assert f"skipped: {name}: NotImplementedError: this block" in " ".join(str(plan).split())
     assert plan.choices
@@ -208,6 +211,44 @@ def test_the_text_has_at_most_100_columns_and_begins_with_the_verdict(capacity, 
             assert "nearest that does: " in first
     assert ("not tried" in plan.describe(verbose=True)) == bool(plan.untried)
     assert "not tried" not in str(plan)
+
+
+def test_options_without_a_chance_are_not_traced():
+    """An option that fits at once gets no checkpoints; large tensors leave no room for an update."""
+    problem = Problem(Wide(), nn.MSELoss(), *batch(4))
+    request = make_request(problem, layout="replicas", devices=2, device_kind="a100")
+    costly, spread = savings_of_plans.OFFLOADED, savings_of_plans.SPREAD
+    search = candidates.Search(request, [2**30] * 2, 64, 1)
+    plain, offloaded, balanced = search._make([(), (costly,), (spread, costly)])
+    assert search._has_a_chance(offloaded)
+    search.choices[plain] = SimpleNamespace(micro_batches=1)
+    assert not search._has_a_chance(offloaded)
+    assert search._has_a_chance(balanced)
+    small = candidates.Search(request, [STATE] * 2, 64, 1)
+    first, last = small._make([(), (savings_of_plans.SHARDS,)])
+    assert not small._has_a_chance(first)
+    assert small._has_a_chance(last)
+    assert "optimizer state take" in small.skipped["replicas"]
+
+
+def test_blocks_with_small_gradients_are_traced_by_few_of_them():
+    """All blocks of a model with adapters were traced, and a plan had no verdict within 6 minutes."""
+    net = Wide(blocks=10).requires_grad_(False)
+    for layer in net.layers:
+        layer[0].bias.requires_grad_(True)
+    request = make_request(
+        Problem(net, nn.MSELoss(), *batch(4)),
+        layout="replicas",
+        devices=2,
+        device_kind="sim",
+        balanced_optimizer=True,
+    )
+    assert find_repeated(request) is None
+    exact, few = (candidates.Option((), request, (2**22,) * 2, 4) for _ in range(2))
+    assert few.choose(few).fits
+    assert few.request.bucket_bytes == 0
+    assert few.limits == [limit - 2 * few.gradients for limit in exact.limits]
+    assert few.needs() <= exact.needs() <= few.needs() + 2 * few.gradients
 
 
 @pytest.mark.slow

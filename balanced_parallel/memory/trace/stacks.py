@@ -36,20 +36,20 @@ SHORTEST = 8  # A shorter stack is traced as it is, which takes as long as seven
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal blocks: ``length`` children of ``container`` from ``start`` on.
+    """Equal blocks: ``length`` children of a container from ``start`` on.
 
-    ``prefix`` is its name, with a dot.
+    ``prefix`` is the name of the container, with a dot.
     """
 
-    container: nn.Module
     prefix: str
     start: int
     length: int
 
     @contextlib.contextmanager
-    def cut(self, count: int) -> Iterator[None]:
+    def cut(self, module: nn.Module, count: int) -> Iterator[None]:
         """Leaves only ``count`` of the blocks in the container, until the end of the block."""
-        children = self.container._modules  # No public function returns a dictionary to change.
+        container = module.get_submodule(self.prefix.removesuffix("."))
+        children = container._modules  # No public function returns a dictionary to change.
         with patch.dict(children):
             for name in list(children)[self.start + count : self.start + self.length]:
                 del children[name]
@@ -79,7 +79,7 @@ def find_stack(module: nn.Module) -> Stack | None:
         while len(blocks) - start >= SHORTEST:
             length = _count_equal(blocks[start:], owners)
             if length >= SHORTEST:
-                stack = Stack(container, f"{name}." if name else "", start, length)
+                stack = Stack(f"{name}." if name else "", start, length)
                 stacks[stack] = length * len(list(blocks[start].modules()))
             start += length
     return max(stacks, key=stacks.__getitem__, default=None)
@@ -364,7 +364,7 @@ def find_repeated(request: Request) -> tuple[Stack, int] | None:
         return (stack, count) if request.devices == 1 or not request.balanced else None
     pieces = []
     for number in (FEWEST, FEWEST + 1, stack.length):
-        with stack.cut(number):
+        with stack.cut(request.module, number):
             pieces.append(list(_pieces(request, stack)))
     try:
         extended = extend(pieces[0], pieces[1], stack.length - FEWEST)

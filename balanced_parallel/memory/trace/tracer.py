@@ -45,7 +45,7 @@ from .allocations import PACKAGE, Count, Trace, ordered
 from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
 from .private import FakeMode, leaves_of_tree
-from .stacks import NotRepeating, extend_traces, find_repeated, find_stack
+from .stacks import NotRepeating, extend_traces, find_repeated
 from .values import is_small
 
 Job = tuple[Request, int]  # the rows of a micro-batch
@@ -256,7 +256,7 @@ def trace_few(request: Request, numbers: Sequence[int]) -> Sequence[Trace | None
     stack, fewest = repeated
     # Blocks near the ends may differ from those in the middle, more of them where tensors wait.
     for count in (fewest, fewest + 2):
-        few, more = (dataclasses.replace(request, blocks=count + n) for n in (0, 1))
+        few, more = (dataclasses.replace(request, blocks=(stack, count + n)) for n in (0, 1))
         jobs = [(few, rows) for rows in numbers] + [(more, numbers[-1])]
         traces = _run_in_processes(jobs, _trace_or_reason)
         complete = [trace for trace in traces if isinstance(trace, Trace)]
@@ -285,8 +285,8 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | ValueError:
 def _trace(request: Request, rows: int) -> Trace:
     """Traces the module, or the module with only some blocks of a stack."""
     mode = FakeMode(allow_non_fake_inputs=True)
-    stack = find_stack(request.module) if request.blocks else None
-    with nullcontext() if stack is None else stack.cut(request.blocks or 0):
+    stack, number = request.blocks or (None, 0)
+    with nullcontext() if stack is None else stack.cut(request.module, number):
         module, criterion, optimizer = fakes.fake_copy(
             (request.module, request.criterion, request.optimizer), mode, HOME
         )
