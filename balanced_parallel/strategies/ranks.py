@@ -55,7 +55,7 @@ class RankModel(ParallelModel):
     """
 
     units: Sequence[Any] = ()  # the modules that FSDP2 shards
-    replicas = None  # Without it, a lookup calls __getattr__ in each update.
+    replicas = None  # A lookup would call __getattr__ in each update.
     record: "GradientRecord"
 
     def _set_rows(
