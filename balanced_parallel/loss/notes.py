@@ -139,7 +139,7 @@ class _FactsByTensor(WeakIdKeyDictionary):
         self._ids.add(id(tensor))
         super().__setitem__(tensor, facts)
 
-    def get(self, tensor: Tensor, default: Facts | None = None) -> Facts | None:
+    def get(self, tensor: Any, default: Any = None) -> Any:
         """Returns the facts about a tensor. An unknown one may have the id of one that is gone."""
         return super().get(tensor, default) if id(tensor) in self._ids else default
 
@@ -259,7 +259,7 @@ class SumNotes(TorchFunctionMode):
         """
         if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
             return False
-        known = []
+        facts: list[Facts | None] = []
         parts = [*args, *kwargs.values()]
         for part in parts:
             if type(part) is nn.Parameter:
@@ -267,13 +267,13 @@ class SumNotes(TorchFunctionMode):
             if isinstance(part, Tensor):
                 # To ask for the class of a parameter takes long.
                 if type(part) is Tensor or not isinstance(part, nn.Parameter):
-                    known.append(self._facts.get(part))
+                    facts.append(self._facts.get(part))
             elif isinstance(part, (list, tuple)):
                 parts += part
             elif isinstance(part, dict):
                 return False
-        is_of_batch = any(facts and (facts.level or facts.is_selected) for facts in known)
-        return None in known and not is_of_batch
+        is_of_batch = any(each and (each.level or each.is_selected) for each in facts)
+        return None in facts and not is_of_batch
 
     def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""
@@ -347,7 +347,7 @@ class SumNotes(TorchFunctionMode):
         """Returns what is known of a value."""
         if not isinstance(value, Tensor):
             return _FIXED
-        facts = self._facts.get(value)
+        facts: Facts | None = self._facts.get(value)
         if facts is None and isinstance(value, nn.Parameter):
             facts = self._capture(value)
         if facts is None:
