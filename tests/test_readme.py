@@ -395,10 +395,10 @@ def test_readme_has_the_error_of_predicted_memory():
         kind = "convolutions" if "Net" in program or "VGG" in program else kind
         assert kind != "models" or re.search("LoRA|ViT|bf16|float16", program)
         worst[kind] = max(worst[kind], abs(float(difference.rstrip("%"))))
-    assert worst["layers"] <= 0.2 < worst["models"] <= 7 < worst["convolutions"]
+    assert worst["layers"] <= 0.2 < worst["models"] <= 10 < worst["convolutions"]
     for said in (
         "[0.2 %]",
-        "7 % for LoRA, ViT and models in half precision; convolutions are further off",
+        "10 % for LoRA, ViT and models in half precision; convolutions are further off",
     ):
         assert said in PAGES["README.md"]
 

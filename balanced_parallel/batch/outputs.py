@@ -615,7 +615,7 @@ def _join_ranks(place: str, column: list[Any], dims: Iterator[int | None], *, pa
     if dim is not None and isinstance(column[0], Tensor) and column[0].dim() < 2:
         dim = 0  # numbers of the replicas are stacked
     *layouts, local_leaf = padded(column, dim) if pads else column
-    whole = _join(place, layouts, torch.device("meta"), dim)  # or the same error on all ranks
+    whole = _join(place, layouts, torch.device("meta"), dim)  # All ranks raise the same error.
     if not isinstance(whole, Tensor):
         return whole
     if dim is None:

@@ -410,7 +410,7 @@ class BalancedTrainer(Trainer):
         The result has no graph, except that of a window of one forward.
         """
         counts = self._counts.pop(0) if self._counts else True
-        # At the end of a data set without a length, the rows of the next window follow.
+        # Rows of the next window follow, at the end of a data set without a length.
         is_last = not self._counts and self.accelerator.sync_gradients
         forwards = self._forwards
         if not self._is_split:

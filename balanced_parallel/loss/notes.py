@@ -279,7 +279,7 @@ class SumNotes(TorchFunctionMode):
         """
         if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
             return False
-        known = []
+        notes: list[Facts | None] = []
         parts = [*args, *kwargs.values()]
         for part in parts:
             if type(part) is nn.Parameter:
@@ -287,13 +287,13 @@ class SumNotes(TorchFunctionMode):
             if isinstance(part, Tensor):
                 # To ask for the class of a parameter takes long.
                 if type(part) is Tensor or not isinstance(part, nn.Parameter):
-                    known.append(self._facts.of(part))
+                    notes.append(self._facts.of(part))
             elif isinstance(part, (list, tuple)):
                 parts += part
             elif isinstance(part, dict):
                 return False
-        is_of_batch = any(facts and (facts.level or facts.is_selected) for facts in known)
-        return None in known and not is_of_batch
+        is_of_batch = any(facts and (facts.level or facts.is_selected) for facts in notes)
+        return None in notes and not is_of_batch
 
     def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""

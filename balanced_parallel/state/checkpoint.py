@@ -416,7 +416,7 @@ class Writer(HuggingFaceStorageWriter):
         lines = []
         for item in plan.items:
             name = self.parameters.get(item.index.fqn)
-            if name is not None and item.type is WriteItemType.TENSOR:  # not a shard
+            if name is not None and item.type is WriteItemType.TENSOR:  # It is no shard.
                 lines.append(describe_bits(name, cast("Tensor", planner.resolve_data(item))))
         entries = {"files": digests(self.partial, names), "lines": lines, "state": self.tree}
         write_json(rank_file(self.partial, self.number), entries)

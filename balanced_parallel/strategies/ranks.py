@@ -261,7 +261,7 @@ class RankModel(ParallelModel):
             torch_private.buffers_of(each) for each in filter(advancing_buffers, parts)
         ]
         self._counting = [*self._counting_layers, *filter(numbers_of, parts)]
-        if self.has_rows:  # Its forward has no backward yet.
+        if self.has_rows:  # The backward of a forward has not run yet.
             self._numbers = [*map(numbers_of, self._counting)]
 
     def _first_row(self, arguments: Arguments) -> Arguments:
