@@ -129,6 +129,7 @@ class ShardLoss(NamedTuple):
     kwargs: dict[str, object]
     collectives: OwnCollectives = OwnCollectives()  # The call may have some.
     notes: Any = None  # The notes of a forward that computes the loss.
+    are_rows_first: bool = True  # The output and the targets have them in the first dimension.
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
@@ -307,11 +308,12 @@ class Calls(NamedTuple):
         copies = self.copies
         devices = devices_of(self.outputs, self.copies.devices)
         notes = self.outputs.notes or [None] * len(devices)
+        are_rows_first = self.outputs.dim == copies.dim == 0
         with copies.precision.autocast(devices), copies.on(devices) as criteria:
             columns = notes, *columns
             replicas = zip(devices, criteria, self.outputs, self.shards, *columns, strict=True)
             work = [
-                functools.partial(_call, function, copies.collectives, *replica)
+                functools.partial(_call, function, copies.collectives, are_rows_first, *replica)
                 for replica in replicas
             ]
             return copies.replicas.run(work, devices, together=copies.collectives.sums_rows)
@@ -320,6 +322,7 @@ class Calls(NamedTuple):
 def _call(
     function: Callable[..., T],
     collectives: OwnCollectives,
+    are_rows_first: bool,
     device: torch.device,
     criterion: Criterion,
     output: object,
@@ -332,7 +335,14 @@ def _call(
         try:
             return function(
                 ShardLoss(
-                    criterion, shard.target_rows, output, targets, kwargs, collectives, notes
+                    criterion,
+                    shard.target_rows,
+                    output,
+                    targets,
+                    kwargs,
+                    collectives,
+                    notes,
+                    are_rows_first,
                 ),
                 *others,
             )

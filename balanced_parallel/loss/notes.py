@@ -174,6 +174,7 @@ class SumNotes(TorchFunctionMode):
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
         self._has_shards = False
+        self._has_columns = True
         self._numbers = itertools.count()
         self._has_graph = True
         self._knows_numbers = True  # No value of the batch is a Python number.
@@ -189,12 +190,21 @@ class SumNotes(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def of_batch(self, values: object, rows: int | None, *, is_blind: bool = False) -> Self:
+    def of_batch(
+        self,
+        values: object,
+        rows: int | None,
+        *,
+        is_blind: bool = False,
+        has_columns: bool = True,
+    ) -> Self:
         """Tells the values of a batch, whose lists may have an entry for each of the rows.
 
-        With ``is_blind``, tensors without a graph may have one in the next pass.
+        With ``is_blind``, tensors without a graph may have one in the next pass. Without
+        ``has_columns``, the first dimension of a batch may have no rows.
         """
         self._is_blind = is_blind
+        self._has_columns = has_columns
         self._rows = rows
         self._has_entries = self._has_entries or _has_entries(values, rows)
         self._knows_numbers &= not self._has_entries
@@ -453,7 +463,8 @@ class SumNotes(TorchFunctionMode):
         if call.name in _COPIES and _is_strided(call.args):
             return _dim_behind(call.tensors[0], self._dim_of(call.tensors[0]), result)
         if call.name in _MOVES and _is_strided(call.args):
-            return _dim_of_rows(result) if self._of(call.tensors[0]).dim is None else -1
+            is_moved = self._of(call.tensors[0]).dim is not None
+            return -1 if is_moved or _dim_of_rows(call.tensors[0]) else _dim_of_rows(result)
         for tensor in call.tensors:
             dim = self._of(tensor).dim
             if dim is not None:
@@ -461,9 +472,13 @@ class SumNotes(TorchFunctionMode):
         return None
 
     def _dim_of(self, tensor: Tensor) -> int:
-        """Returns the dimension of the rows in a tensor, or -1."""
+        """Returns the dimension of the rows in a tensor, or -1.
+
+        The memory of a tensor that no move has made tells it if it has the rows at the outside. That
+        of an LSTM with ``batch_first`` has the positions there.
+        """
         dim = self._of(tensor).dim
-        return _dim_of_rows(tensor) if dim is None else dim
+        return min(_dim_of_rows(tensor), 0) if dim is None else dim
 
     def _text(self, name: str, values: Sequence[object]) -> str:
         leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
@@ -663,7 +678,8 @@ class SumNotes(TorchFunctionMode):
 
     def _is_along_rows(self, call: FunctionCall) -> bool:
         """Returns True for a reduction along the dimension that has all rows."""
-        if call.name not in _OF_COLUMNS or not _is_strided(call.args):
+        is_known = self._has_columns and call.name in _OF_COLUMNS
+        if not is_known or not _is_strided(call.args):
             return False
         rows = call.tensors[0]
         dim = self._dim_of(rows)
@@ -840,7 +856,8 @@ def _needs_dim(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: T
         return False
     if name in _OF_COLUMNS:
         return _is_along(_dim_of_rows(args[0]), args, kwargs)
-    return _dim_of_rows(result if name in _MOVES else args[0]) != 0
+    # A copy of one row may be a view with other strides.
+    return any(map(_dim_of_rows, (args[0], result)))
 
 
 def _is_strided(args: Sequence[Any]) -> bool:
