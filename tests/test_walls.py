@@ -418,6 +418,7 @@ def test_names_of_classes_and_types_have_one_owner():
 # Each has the reason why a module is not part of its only importer, in its own folder.
 SINGLE_IMPORTER = {
     "diagnostics.bits": "a public argument",
+    "loss.columns": "dimensions, which notes of sums need",
     "memory.allocator": "the rules of the allocator of torch",
     "memory.trace.doubles": "savings; the tracer runs updates",
     "reproducible.groups": "sums over ranks",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from ..runtime.values import naming_arguments
 from . import containers
 from .containers import Dims, Nested, leaf_dims
 from .outputs import PerReplica
@@ -39,6 +40,7 @@ class Whole:
         [(torch.Size([3, 3]), torch.Size([7, 4])), (torch.Size([2, 3]), torch.Size([7, 4]))]
     """
 
+    @naming_arguments
     def __init__(self, value: object) -> None:
         self.value: Any = value.value if isinstance(value, Whole) else value
 
@@ -57,6 +59,7 @@ class Rows:
         [2, 1]
     """
 
+    @naming_arguments
     def __init__(self, entries: Sequence[object]) -> None:
         if isinstance(entries, Tensor) or not isinstance(entries, Sequence):
             raise TypeError(
@@ -79,6 +82,7 @@ class Along:
         [(torch.Size([3, 3]), torch.Size([2, 3, 4])), (torch.Size([2, 3]), torch.Size([2, 2, 4]))]
     """
 
+    @naming_arguments
     def __init__(self, leaf: Any, dim: int) -> None:
         if isinstance(leaf, (tuple, Mapping)) and not containers.is_row_list(leaf):
             raise TypeError(

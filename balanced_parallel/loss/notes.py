@@ -31,6 +31,7 @@ from ..runtime.torch_private import (
     storage_id,
     versions,
 )
+from . import columns
 from .entries import values_to_log
 from .formula import (
     CONSTANT,
@@ -87,11 +88,6 @@ _PRODUCTS = {"dot", "vdot", "inner", "matmul", "einsum", "tensordot"}
 _SUMS = _PRODUCTS | {"sum", "nansum", "count_nonzero", "trace"}
 _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
 _REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
-_OF_COLUMNS = {"sum", "nansum", "count_nonzero", "mean"}  # Reductions along the rows alone.
-_COPIES = {"reshape", "flatten", "contiguous", "clone"}  # They may move rows in the memory.
-_TRANSPOSES = {"T", "mT", "H", "mH"}
-_MOVES = _TRANSPOSES | {"t", "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
-_OF_DIMS = _OF_COLUMNS | _COPIES | _MOVES | {"stack"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
@@ -262,7 +258,7 @@ class SumNotes(TorchFunctionMode):
         """Calls a function of torch, and notes a sum, or an operation on sums."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__" and func.__self__.__name__ in _TRANSPOSES:
+        if name == "__get__" and func.__self__.__name__ in columns.TRANSPOSES:
             name = func.__self__.__name__
         is_property = name in _PROPERTIES and type(args[0]) is Tensor
         # The rows of a shard are computed of a sum of all of them.
@@ -271,17 +267,17 @@ class SumNotes(TorchFunctionMode):
         if func in RULES or not self._is_unknown(name, args, kwargs):
             return self._call(func, args, kwargs)
         result = func(*args, **kwargs)
-        if self._is_plain(name, args, kwargs, result):
+        if self._tells_nothing(name, args, kwargs, result):
             return result
         return self._call(func, args, kwargs, result)
 
-    def _is_plain(self, name: str, args: Any, kwargs: Any, result: object) -> bool:
+    def _tells_nothing(self, name: str, args: Any, kwargs: Any, result: object) -> bool:
         """Returns True for a result that depends on the rows, and that needs no note."""
         if not isinstance(result, Tensor):
             return name in _PROPERTIES
         if not result.dim() or self._facts.of(result) is not None:
             return False
-        return name not in _OF_DIMS or not _needs_dim(name, args, kwargs, result)
+        return not columns.moves_rows(name, args, kwargs, result)
 
     def _is_unknown(self, name: str, args: Any, kwargs: Any) -> bool:
         """Returns True for most operations of a model: an argument may depend on the rows, and none
@@ -458,27 +454,10 @@ class SumNotes(TorchFunctionMode):
 
     def _dim_in(self, call: FunctionCall, result: Tensor) -> int | None:
         """Returns the dimension of the rows in a result, if its memory does not tell."""
-        if call.name == "stack":
-            return -1
-        if call.name in _COPIES and _is_strided(call.args):
-            return _dim_behind(call.tensors[0], self._dim_of(call.tensors[0]), result)
-        if call.name in _MOVES and _is_strided(call.args):
-            is_moved = self._of(call.tensors[0]).dim is not None
-            return -1 if is_moved or _dim_of_rows(call.tensors[0]) else _dim_of_rows(result)
-        for tensor in call.tensors:
-            dim = self._of(tensor).dim
-            if dim is not None:
-                return dim if tensor.shape == result.shape else -1
-        return None
-
-    def _dim_of(self, tensor: Tensor) -> int:
-        """Returns the dimension of the rows in a tensor, or -1.
-
-        The memory of a tensor that no move has made tells it if it has the rows at the outside. That
-        of an LSTM with ``batch_first`` has the positions there.
-        """
-        dim = self._of(tensor).dim
-        return min(_dim_of_rows(tensor), 0) if dim is None else dim
+        first = call.tensors[0]
+        tensor = next((each for each in call.tensors if self._of(each).dim is not None), first)
+        args = call.args if tensor is first else [tensor]
+        return columns.dim_behind(call.name, args, self._of(tensor).dim, result)
 
     def _text(self, name: str, values: Sequence[object]) -> str:
         leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
@@ -678,12 +657,15 @@ class SumNotes(TorchFunctionMode):
 
     def _is_along_rows(self, call: FunctionCall) -> bool:
         """Returns True for a reduction along the dimension that has all rows."""
-        is_known = self._has_columns and call.name in _OF_COLUMNS
-        if not is_known or not _is_strided(call.args):
+        if not self._has_columns or call.name not in columns.REDUCTIONS:
+            return False
+        if not columns.is_strided(call.args):
             return False
         rows = call.tensors[0]
-        dim = self._dim_of(rows)
-        return _is_along(dim, call.args, call.kwargs) and not rows.size(dim) % (self._rows or 1)
+        dim = self._of(rows).dim
+        dim = columns.first_dim_of(rows) if dim is None else dim
+        is_along = columns.is_along(dim, call.args, call.kwargs)
+        return is_along and not rows.size(dim) % (self._rows or 1)
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are noted."""
@@ -846,42 +828,6 @@ def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
 def _is_getter(func: Any) -> bool:
     """Returns True for a function that reads a property of a tensor."""
     return getattr(func, "__name__", "") == "__get__"
-
-
-def _needs_dim(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> bool:
-    """Returns True for a function that reduces rows, or that may move them in the memory."""
-    if name == "stack":
-        return True
-    if not _is_strided(args):
-        return False
-    if name in _OF_COLUMNS:
-        return _is_along(_dim_of_rows(args[0]), args, kwargs)
-    # A copy of one row may be a view with other strides.
-    return any(map(_dim_of_rows, (args[0], result)))
-
-
-def _is_strided(args: Sequence[Any]) -> bool:
-    """Returns True if the first argument is a tensor whose memory has strides."""
-    return bool(args) and getattr(args[0], "layout", None) == torch.strided
-
-
-def _dim_of_rows(rows: Tensor) -> int:
-    """Returns the dimension of the rows, which have the largest stride, or -1."""
-    strides = rows.stride()
-    return strides.index(max(strides)) if strides else -1
-
-
-def _dim_behind(rows: Tensor, dim: int, copy: Tensor) -> int:
-    """Returns the dimension of the rows in a copy, which may have another shape, or -1."""
-    before = rows.shape[: max(dim, 0)].numel()
-    sizes = [copy.shape[:each].numel() for each in range(copy.dim())]
-    return sizes.index(before) if dim >= 0 and before in sizes else -1
-
-
-def _is_along(dim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns True for arguments of a reduction along a dimension."""
-    dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    return dim >= 0 and not {dim, dim - args[0].dim()}.isdisjoint(flatten([dims]))
 
 
 def _shape_of(total: Tensor) -> str:

@@ -144,6 +144,17 @@ OVER_ITS_VALUE = {
         F.mse_loss(out, values) / F.mse_loss(out, values).item() + F.l1_loss(out, values)
     )
 }
+OF_COLUMNS = {
+    "one row less": lambda out, values: (out.sum(0) / (len(out) - 1)).pow(2).sum(),
+    "the first rows": lambda out, values: out[:2].mean(0).pow(2).sum(),
+    "every other row": lambda out, values: (out[::2].sum(0) * out[1::2].sum(0)).sum(),
+    "pairs of rows": lambda out, values: sum(pair.mean(0).pow(2).sum() for pair in out.split(2)),
+    "rows over columns": lambda out, values: (out / out.sum(0).norm()).pow(2).mean(),
+    "standardised rows": lambda out, values: F.mse_loss(
+        (out - out.mean(0)) / (out.square().mean(0) + 1).sqrt(), values
+    ),
+    "the largest of each column": lambda out, values: out.max(0).values.sum(),
+}
 OF_MORE_ROWS = ("variances", "more than two rows")  # a deviation of one row is nan
 MESSAGES = [  # of an error, the losses, and the numbers of rows
     (r"is not a function of sums over the rows.*weight=.*weight='rows'.*whole=True", REFUSED, (8,)),
@@ -163,6 +174,7 @@ MESSAGES = [  # of an error, the losses, and the numbers of rows
         CONSTANTS,
         (2, 6),
     ),
+    (r"add up over the rows|for some rows, and", OF_COLUMNS, (6, 7)),
 ]
 
 

@@ -1,0 +1,77 @@
+"""The dimension of the rows in a tensor. A reduction along it is a sum for each column.
+
+Rows are outermost in the memory of an output, so they have the largest stride, also in a transposed
+view. A copy of such a view has another order in the memory::
+
+    p                                        (rows, classes, height, width)
+    p.sum((0, 2, 3))                         a sum for each class
+    p.transpose(0, 1).reshape(classes, -1)   the rows are part of the last dimension
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formula import flatten
+
+REDUCTIONS = {"sum", "nansum", "count_nonzero", "mean"}
+TRANSPOSES = {"T", "mT", "H", "mH"}
+_VIEWS = TRANSPOSES | {"t", "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
+_COPIES = {"reshape", "flatten", "contiguous", "clone"}
+_STACKED = -1  # No dimension has the rows.
+
+
+def moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> bool:
+    """Returns True for a function that reduces the rows, or after which they may be in another
+    dimension than the first.
+    """
+    if name == "stack":
+        return True
+    if name in REDUCTIONS:
+        return is_strided(args) and is_along(dim_of(args[0]), args, kwargs)
+    # A copy of one row may be a view with other strides.
+    return name in _VIEWS | _COPIES and is_strided(args) and any(map(dim_of, (args[0], result)))
+
+
+def dim_behind(name: str, args: Sequence[Any], before: int | None, result: Tensor) -> int | None:
+    """Returns the dimension of the rows in the result of a function, or None if its memory tells.
+
+    ``before`` is that in the first argument, likewise.
+    """
+    if name == "stack":
+        return _STACKED
+    if not is_strided(args) or name not in _VIEWS | _COPIES:
+        return before if before is None or args[0].shape == result.shape else _STACKED
+    if name in _VIEWS:
+        return dim_of(result) if before is None and not dim_of(args[0]) else _STACKED
+    dim = first_dim_of(args[0]) if before is None else before
+    count = args[0].shape[: max(dim, 0)].numel()
+    sizes = [result.shape[:each].numel() for each in range(result.dim())]
+    return sizes.index(count) if dim >= 0 and count in sizes else _STACKED
+
+
+def is_strided(args: Sequence[Any]) -> bool:
+    """Returns True if the first argument is a tensor whose memory has strides."""
+    return bool(args) and getattr(args[0], "layout", None) == torch.strided
+
+
+def dim_of(rows: Tensor) -> int:
+    """Returns the dimension of the rows, which have the largest stride."""
+    strides = rows.stride()
+    return strides.index(max(strides)) if strides else _STACKED
+
+
+def first_dim_of(rows: Tensor) -> int:
+    """Returns 0 for a tensor whose first dimension has the largest stride.
+
+    The second one of an LSTM's output has, with ``batch_first``, so those may be positions.
+    """
+    return _STACKED if dim_of(rows) else 0
+
+
+def is_along(dim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Returns True for arguments of a reduction along a dimension."""
+    dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    return dim >= 0 and not {dim, dim - args[0].dim()}.isdisjoint(flatten([dims]))
