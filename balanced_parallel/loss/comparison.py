@@ -135,9 +135,8 @@ class ComparisonOfSums:
         """Compares the formulas of all shards, and takes samples of the first rows of a micro-batch,
         if they are due.
         """
-        used = [each for each in statistics if each]
-        self.check_names(used)
-        self._sums = used[0] if used else {}
+        self.check_names([each for each in statistics if each])
+        self._sums = next(filter(None, statistics), {})
         self._dim = calls.outputs.dim
         if not self.samples and not self._rows and not self._is_due(statistics):
             return

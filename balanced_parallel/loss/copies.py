@@ -308,21 +308,16 @@ class Calls(NamedTuple):
         copies = self.copies
         devices = devices_of(self.outputs, self.copies.devices)
         notes = self.outputs.notes or [None] * len(devices)
-        are_rows_first = self.outputs.dim == copies.dim == 0
         with copies.precision.autocast(devices), copies.on(devices) as criteria:
             columns = notes, *columns
             replicas = zip(devices, criteria, self.outputs, self.shards, *columns, strict=True)
-            work = [
-                functools.partial(_call, function, copies.collectives, are_rows_first, *replica)
-                for replica in replicas
-            ]
+            work = [functools.partial(_call, function, self, *replica) for replica in replicas]
             return copies.replicas.run(work, devices, together=copies.collectives.sums_rows)
 
 
 def _call(
     function: Callable[..., T],
-    collectives: OwnCollectives,
-    are_rows_first: bool,
+    calls: Calls,
     device: torch.device,
     criterion: Criterion,
     output: object,
@@ -340,9 +335,9 @@ def _call(
                     output,
                     targets,
                     kwargs,
-                    collectives,
+                    calls.copies.collectives,
                     notes,
-                    are_rows_first,
+                    calls.outputs.dim == calls.copies.dim == 0,
                 ),
                 *others,
             )
