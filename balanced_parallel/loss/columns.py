@@ -31,9 +31,8 @@ def moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: T
         return True
     if name in REDUCTIONS:
         return is_strided(args) and is_along(dim_of(args[0]), args, kwargs)
-    if name in _VIEWS:
-        return is_strided([result]) and dim_of(result) != 0
-    return name in _COPIES and is_strided(args) and dim_of(args[0]) != 0
+    # A copy of one row may be a view with other strides.
+    return name in _VIEWS | _COPIES and is_strided(args) and any(map(dim_of, (args[0], result)))
 
 
 def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> int | None:
@@ -46,8 +45,8 @@ def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> i
     if name not in _VIEWS | _COPIES or not is_strided([rows]):
         return before if before is None or rows.shape == result.shape else _STACKED
     if name in _VIEWS:
-        return dim_of(result) if before is None else _STACKED
-    dim = dim_of(rows) if before is None else before
+        return dim_of(result) if before is None and not dim_of(rows) else _STACKED
+    dim = first_dim_of(rows) if before is None else before
     count = rows.shape[: max(dim, 0)].numel()
     sizes = [result.shape[:each].numel() for each in range(result.dim())]
     return sizes.index(count) if dim >= 0 and count in sizes else _STACKED
@@ -62,6 +61,14 @@ def dim_of(rows: Tensor) -> int:
     """Returns the dimension of the rows, which have the largest stride."""
     strides = rows.stride()
     return strides.index(max(strides)) if strides else _STACKED
+
+
+def first_dim_of(rows: Tensor) -> int:
+    """Returns 0 for a tensor whose first dimension has the largest stride.
+
+    The second one of an LSTM's output has, with ``batch_first``, so those may be positions.
+    """
+    return _STACKED if dim_of(rows) else 0
 
 
 def is_along(dim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

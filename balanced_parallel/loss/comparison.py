@@ -116,6 +116,8 @@ class ComparisonOfSums:
         self.home = home
         self.samples: list[Any] = []  # They are those of all ranks once these have met.
         self._statistics = statistics
+        self._sums: Sums = {}  # those of a shard
+        self._dim: containers.Dims = 0
         self._rows = 0  # the rows in the samples of this rank
         self._model: ParallelModel | None = None
         self._is_of_model = False  # The model computes the loss.
@@ -134,6 +136,8 @@ class ComparisonOfSums:
         if they are due.
         """
         self.check_names([each for each in statistics if each])
+        self._sums = next(filter(None, statistics), {})
+        self._dim = calls.outputs.dim
         if not self.samples and not self._rows and not self._is_due(statistics):
             return
         outputs = calls.outputs
@@ -244,6 +248,9 @@ class ComparisonOfSums:
             if len(parts) == 1:
                 self._refuse(f"rows together raise {type(error).__name__}: {error}", error)
             return False
+        # Samples may have other strides than shards.
+        if self._sums and {each.kind for each in self._sums} != {each.kind for each in whole}:
+            self.check_names([self._sums, whole])
         self.compare_sums([whole, *halves], again, rows // count, samples[0].reason)
         return True
 
@@ -284,7 +291,7 @@ class ComparisonOfSums:
         for piece in cut(output, consecutive(sizes)):
             moved = move_leaves(piece, device)
             entries.append(containers.map_tensors(Tensor.clone, moved))  # They may be written to.
-        outputs = PerReplica(entries, sizes)
+        outputs = PerReplica(entries, sizes, self._dim)
         states = generator_states([device])
         rows = count_rows(targets, self.copies.dim, sum(sizes), "targets")
         shards = shards_of_targets(outputs, targets, rows, self.copies.dim, self.copies.devices)

@@ -129,6 +129,7 @@ class ShardLoss(NamedTuple):
     kwargs: dict[str, object]
     collectives: OwnCollectives = OwnCollectives()  # The call may have some.
     notes: Any = None  # The notes of a forward that computes the loss.
+    are_rows_first: bool = True  # The output and the targets have them in the first dimension.
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
@@ -310,16 +311,13 @@ class Calls(NamedTuple):
         with copies.precision.autocast(devices), copies.on(devices) as criteria:
             columns = notes, *columns
             replicas = zip(devices, criteria, self.outputs, self.shards, *columns, strict=True)
-            work = [
-                functools.partial(_call, function, copies.collectives, *replica)
-                for replica in replicas
-            ]
+            work = [functools.partial(_call, function, self, *replica) for replica in replicas]
             return copies.replicas.run(work, devices, together=copies.collectives.sums_rows)
 
 
 def _call(
     function: Callable[..., T],
-    collectives: OwnCollectives,
+    calls: Calls,
     device: torch.device,
     criterion: Criterion,
     output: object,
@@ -332,7 +330,14 @@ def _call(
         try:
             return function(
                 ShardLoss(
-                    criterion, shard.target_rows, output, targets, kwargs, collectives, notes
+                    criterion,
+                    shard.target_rows,
+                    output,
+                    targets,
+                    kwargs,
+                    calls.copies.collectives,
+                    notes,
+                    calls.outputs.dim == calls.copies.dim == 0,
                 ),
                 *others,
             )

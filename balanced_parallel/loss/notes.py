@@ -170,6 +170,7 @@ class SumNotes(TorchFunctionMode):
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
         self._has_shards = False
+        self.has_columns = True  # Values of the batch have rows in the first dimension.
         self._numbers = itertools.count()
         self._has_graph = True
         self._knows_numbers = True  # No value of the batch is a Python number.
@@ -646,11 +647,12 @@ class SumNotes(TorchFunctionMode):
 
     def _is_along_rows(self, call: FunctionCall) -> bool:
         """Returns True for a reduction along the dimension that has all rows."""
-        if call.name not in columns.REDUCTIONS or not columns.is_strided(call.args):
+        is_known = self.has_columns and call.name in columns.REDUCTIONS
+        if not is_known or not columns.is_strided(call.args):
             return False
         rows = call.tensors[0]
         dim = self._of(rows).dim
-        dim = columns.dim_of(rows) if dim is None else dim
+        dim = columns.first_dim_of(rows) if dim is None else dim
         is_along = columns.is_along(dim, call.args, call.kwargs)
         return is_along and not rows.size(dim) % (self._rows or 1)
 
