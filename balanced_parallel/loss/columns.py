@@ -43,7 +43,9 @@ def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> i
     if name == "stack":
         return _STACKED
     if name not in _VIEWS | _COPIES or not is_strided([rows]):
-        return before if before is None or rows.shape == result.shape else _STACKED
+        if rows.shape == result.shape:
+            return before
+        return _STACKED if before else None
     if name in _VIEWS:
         return dim_of(result) if before is None and not dim_of(rows) else _STACKED
     dim = first_dim_of(rows) if before is None else before

@@ -206,6 +206,12 @@ class OfColumns(nn.Module):
         return (self.weights * errors / self.scales).sum() + errors @ self.weights
 
 
+def balance_of_positions(out):
+    tokens = out.permute(0, 2, 3, 1).reshape(-1, out.size(1)).softmax(1)
+    counts = F.one_hot(tokens.argmax(1), tokens.size(1)).to(out)
+    return (counts.mean(0) * tokens.mean(0)).sum()
+
+
 PRIOR = torch.full((CLASSES,), 1 / CLASSES, dtype=torch.float64)
 
 
@@ -261,6 +267,9 @@ ROWS_FIRST = {
     "balance of experts": lambda out, values: (
         F.one_hot(out.argmax(1), CLASSES).to(out).mean(0) * out.softmax(1).mean(dim=0)
     ).sum(),
+    "balance of positions": lambda out, values: balance_of_positions(
+        out[:, :, None, None] * values[:, None, :3, None]
+    ),
     "entropy of the mean": lambda out, values: torch.special.entr(out.softmax(1).mean(0)).sum(),
     "weights of classes outside": lambda out, values: (
         (PRIOR * out.exp().mean(0)).sum()
