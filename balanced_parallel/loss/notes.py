@@ -170,7 +170,7 @@ class SumNotes(TorchFunctionMode):
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
         self._has_shards = False
-        self.has_columns = True  # Values of the batch have rows in the first dimension.
+        self._has_columns = True  # Values of the batch have rows in the first dimension.
         self._numbers = itertools.count()
         self._has_graph = True
         self._knows_numbers = True  # No value of the batch is a Python number.
@@ -186,12 +186,16 @@ class SumNotes(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def of_batch(self, values: object, rows: int | None, *, is_blind: bool = False) -> Self:
+    def of_batch(
+        self, values: object, rows: int | None, *, is_blind: bool = False, has_columns: bool = True
+    ) -> Self:
         """Tells the values of a batch, whose lists may have an entry for each of the rows.
 
-        With ``is_blind``, tensors without a graph may have one in the next pass.
+        With ``is_blind``, tensors without a graph may have one in the next pass. Without
+        ``has_columns``, the first dimension of a value may have no rows.
         """
         self._is_blind = is_blind
+        self._has_columns = has_columns
         self._rows = rows
         self._has_entries = self._has_entries or _has_entries(values, rows)
         self._knows_numbers &= not self._has_entries
@@ -648,7 +652,7 @@ class SumNotes(TorchFunctionMode):
 
     def _is_along_rows(self, call: FunctionCall) -> bool:
         """Returns True for a reduction along the dimension that has all rows."""
-        is_known = self.has_columns and call.name in columns.REDUCTIONS
+        is_known = self._has_columns and call.name in columns.REDUCTIONS
         if not is_known or not columns.is_strided(call.args):
             return False
         rows = call.tensors[0]
