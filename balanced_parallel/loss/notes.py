@@ -451,7 +451,7 @@ class SumNotes(TorchFunctionMode):
         """Returns the dimension of the rows in a result, if its memory does not tell."""
         first = call.tensors[0]
         tensor = next((each for each in call.tensors if self._of(each).dim is not None), first)
-        args = call.args if tensor is first else [tensor]
+        args = call.args if call.values[0] is tensor else [tensor]  # The first may be a list.
         return columns.dim_behind(call.name, args, self._of(tensor).dim, result)
 
     def _text(self, name: str, values: Sequence[object]) -> str:
