@@ -35,19 +35,19 @@ def moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: T
     return name in _VIEWS | _COPIES and is_strided(args) and any(map(dim_of, (args[0], result)))
 
 
-def dim_behind(name: str, args: Sequence[Any], before: int | None, result: Tensor) -> int | None:
+def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> int | None:
     """Returns the dimension of the rows in the result of a function, or None if its memory tells.
 
-    ``before`` is that in the first argument, likewise.
+    ``before`` is that in the argument ``rows``, likewise.
     """
     if name == "stack":
         return _STACKED
-    if not is_strided(args) or name not in _VIEWS | _COPIES:
-        return before if before is None or args[0].shape == result.shape else _STACKED
+    if name not in _VIEWS | _COPIES or not is_strided([rows]):
+        return before if before is None or rows.shape == result.shape else _STACKED
     if name in _VIEWS:
-        return dim_of(result) if before is None and not dim_of(args[0]) else _STACKED
-    dim = first_dim_of(args[0]) if before is None else before
-    count = args[0].shape[: max(dim, 0)].numel()
+        return dim_of(result) if before is None and not dim_of(rows) else _STACKED
+    dim = first_dim_of(rows) if before is None else before
+    count = rows.shape[: max(dim, 0)].numel()
     sizes = [result.shape[:each].numel() for each in range(result.dim())]
     return sizes.index(count) if dim >= 0 and count in sizes else _STACKED
 

@@ -450,9 +450,8 @@ class SumNotes(TorchFunctionMode):
     def _dim_in(self, call: FunctionCall, result: Tensor) -> int | None:
         """Returns the dimension of the rows in a result, if its memory does not tell."""
         first = call.tensors[0]
-        tensor = next((each for each in call.tensors if self._of(each).dim is not None), first)
-        args = call.args if call.values[0] is tensor else [tensor]  # The first may be a list.
-        return columns.dim_behind(call.name, args, self._of(tensor).dim, result)
+        rows = next((each for each in call.tensors if self._of(each).dim is not None), first)
+        return columns.dim_behind(call.name, rows, self._of(rows).dim, result)
 
     def _text(self, name: str, values: Sequence[object]) -> str:
         leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
