@@ -70,6 +70,20 @@ def test_moved_positions_of_an_lstm_are_no_rows():
     assert_exact(PositionsFirst(), POSITIONS["a moved mean"], torch.randn(12, 4, 4))
 
 
+TENSORS_LATER = {
+    "a list": lambda out: (
+        torch.cat([out.transpose(0, 1), out.transpose(0, 1)]).mean(0).square().mean()
+    ),
+    "an equation": lambda out: torch.einsum("tbc->tb", out.transpose(0, 1)).square().mean(),
+}
+
+
+@pytest.mark.parametrize("form", TENSORS_LATER.values(), ids=TENSORS_LATER)
+def test_moved_rows_may_be_in_another_argument_than_the_first(form):
+    """``torch.cat`` raised ``AttributeError: 'list' object has no attribute 'shape'``."""
+    assert_exact(nn.Linear(4, 3), form, torch.randn(7, 5, 4))
+
+
 @pytest.mark.parametrize("batch", [6, 12])
 def test_a_sum_over_the_rows_of_such_outputs_is_refused(batch):
     """One of 6 rows was wrong: halves of two rows have another memory than shards."""
