@@ -20,6 +20,7 @@ REDUCTIONS = {"sum", "nansum", "count_nonzero", "mean"}
 TRANSPOSES = {"T", "mT", "H", "mH"}
 _VIEWS = TRANSPOSES | {"t", "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
 _COPIES = {"reshape", "flatten", "contiguous", "clone"}
+_PREPENDING = {"stack", "unsqueeze", "getitem", "__getitem__"}
 _STACKED = -1  # No dimension has the rows.
 
 
@@ -27,12 +28,22 @@ def moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: T
     """Returns True for a function that reduces the rows, or after which they may be in another
     dimension than the first.
     """
-    if name == "stack":
-        return True
     if name in REDUCTIONS:
         return is_strided(args) and is_along(dim_of(args[0]), args, kwargs)
     # A copy of one row may be a view with other strides.
-    return name in _VIEWS | _COPIES and is_strided(args) and any(map(dim_of, (args[0], result)))
+    moves = name in _VIEWS | _COPIES and is_strided(args) and any(map(dim_of, (args[0], result)))
+    return moves or prepends(name, args, kwargs)
+
+
+def prepends(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Returns True for a function that puts a dimension before that of the rows."""
+    if name not in _PREPENDING:
+        return False
+    second = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if name == "unsqueeze":
+        return second in (0, -1 - args[0].dim())
+    index = second[0] if isinstance(second, tuple) and second else second
+    return index is None or name == "stack"
 
 
 def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> int | None:
@@ -40,8 +51,6 @@ def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> i
 
     ``before`` is that in the argument ``rows``, likewise.
     """
-    if name == "stack":
-        return _STACKED
     if name not in _VIEWS | _COPIES or not is_strided([rows]):
         if rows.shape == result.shape:
             return before

@@ -454,6 +454,8 @@ class SumNotes(TorchFunctionMode):
 
     def _dim_in(self, call: FunctionCall, result: Tensor) -> int | None:
         """Returns the dimension of the rows in a result, if its memory does not tell."""
+        if columns.prepends(call.name, call.args, call.kwargs):
+            return -1
         first = call.tensors[0]
         rows = next((each for each in call.tensors if self._of(each).dim is not None), first)
         return columns.dim_behind(call.name, rows, self._of(rows).dim, result)

@@ -275,6 +275,9 @@ ROWS_FIRST = {
         (PRIOR * out.exp().mean(0)).sum()
         + F.kl_div(out.softmax(1).mean(0).log(), PRIOR, reduction="sum")
     ),
+    "an ensemble": lambda out, values: (
+        torch.cat([out[None], (out * values).unsqueeze(0)]).mean(0).square().mean()
+    ),
     "a list of transposes": lambda out, values: (
         torch.cat([out.T.contiguous(), values.T.contiguous()]).square().sum()
     ),
