@@ -96,8 +96,8 @@ class PerReplica(list[Any], containers.Leaf):
         """
         if isinstance(outputs, cls) and outputs:
             return outputs
-        is_mixed = containers.is_named_tuple(outputs)
-        if not isinstance(outputs, (list, tuple)) or is_mixed or not outputs:
+        is_record = containers.is_named_tuple(outputs)
+        if not isinstance(outputs, (list, tuple)) or is_record or not outputs:
             raise TypeError(
                 f"the criterion was given {containers.describe(outputs)}, expected the list that DataParallelModel returns, with "
                 "one output per replica; for the output of one replica write criterion([output], ...)"

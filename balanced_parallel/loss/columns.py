@@ -19,7 +19,7 @@ from .formula import flatten
 REDUCTIONS = {"sum", "nansum", "count_nonzero", "mean"}
 TRANSPOSES = {"T", "mT", "H", "mH"}
 _VIEWS = TRANSPOSES | {"t", "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
-_COPIES = {"reshape", "flatten", "contiguous", "clone"}
+_MOVES = _VIEWS | {"reshape", "flatten", "contiguous", "clone"}
 _PREPENDING = {"stack", "unsqueeze", "getitem", "__getitem__"}
 _STACKED = -1  # No dimension has the rows.
 
@@ -30,20 +30,25 @@ def moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: T
     """
     if name in REDUCTIONS:
         return is_strided(args) and is_along(dim_of(args[0]), args, kwargs)
+    if name not in _MOVES:
+        return prepends(name, args, kwargs)
     # A copy of one row may be a view with other strides.
-    moves = name in _VIEWS | _COPIES and is_strided(args) and any(map(dim_of, (args[0], result)))
-    return moves or prepends(name, args, kwargs)
+    return is_strided(args) and any(map(dim_of, (args[0], result)))
 
 
 def prepends(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Returns True for a function that puts a dimension before that of the rows."""
     if name not in _PREPENDING:
         return False
-    second = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if name == "stack":
+        return True
+    if not args:  # The tensor has a name, and its memory tells.
+        return False
+    place = kwargs.get("dim", args[-1])
     if name == "unsqueeze":
-        return second in (0, -1 - args[0].dim())
-    index = second[0] if isinstance(second, tuple) and second else second
-    return index is None or name == "stack"
+        return place in (0, -1 - args[0].dim())
+    first = place[0] if isinstance(place, tuple) and place else place
+    return first is None
 
 
 def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> int | None:
@@ -51,16 +56,19 @@ def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> i
 
     ``before`` is that in the argument ``rows``, likewise.
     """
-    if name not in _VIEWS | _COPIES or not is_strided([rows]):
+    if name not in _MOVES or not is_strided([rows]):
         if rows.shape == result.shape:
             return before
         return _STACKED if before else None
     if name in _VIEWS:
         return dim_of(result) if before is None and not dim_of(rows) else _STACKED
     dim = first_dim_of(rows) if before is None else before
-    count = rows.shape[: max(dim, 0)].numel()
-    sizes = [result.shape[:each].numel() for each in range(result.dim())]
-    return sizes.index(count) if dim >= 0 and count in sizes else _STACKED
+    if dim == _STACKED:
+        return _STACKED
+    # As many elements are before the rows as in the argument.
+    count = rows.shape[:dim].numel()
+    counts = [result.shape[:place].numel() for place in range(result.dim())]
+    return counts.index(count) if count in counts else _STACKED
 
 
 def is_strided(args: Sequence[Any]) -> bool:

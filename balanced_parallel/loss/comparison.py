@@ -170,7 +170,7 @@ class ComparisonOfSums:
         # words, or a packed row
         if counts == {shard.target_rows} or (shard.is_joined and counts == {1}):
             rows = counts.pop()
-        constant = {place for place, size in sizes.items() if size != rows != 1}
+        constant = {place for place, size in sizes.items() if rows != 1 and size != rows}
         sample = Sample(pair, rows, constant)
         if sample.constant and rows not in counts:
             reason = repeated_rows(output, output.sizes, output.dim)

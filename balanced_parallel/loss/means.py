@@ -82,8 +82,10 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True, is_blind: bool = False
     criterion = shard.criterion
     targets = shard.targets, shard.kwargs
     notes: SumNotes = shard.notes or SumNotes()
-    settings = {"is_blind": is_blind, "are_rows_first": shard.are_rows_first}
-    notes.of_batch((shard.output, *targets), shard.rows, **settings).of_targets(targets)
+    values = shard.output, *targets
+    are_first = shard.are_rows_first
+    notes.of_batch(values, shard.rows, is_blind=is_blind, are_rows_first=are_first)
+    notes.of_targets(targets)
     notes.of_constants(_constants_in(criterion)).of_criterion(parameters_in(criterion))
     with notes:
         result = shard.call()

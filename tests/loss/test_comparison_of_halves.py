@@ -269,7 +269,7 @@ class OfImages(nn.Module):
 @pytest.mark.parametrize("layout", [*LAYOUTS, {"devices": 4}])
 @pytest.mark.parametrize("sizes", [(2, 3, 1, 4, 4, 2, 5), (1, 1, 1, 1), (3, 3, 3)])
 def test_an_output_may_be_a_list_with_an_entry_for_each_row(layout, sizes):
-    """Its entries were compared as tensors with rows: "output[1] has [4] rows for [2] rows of the batch"."""
+    """The entries were compared as tensors with rows: "output[1] has [4] rows for [2] rows of the batch"."""
     net = OfImages()
     plain = copy.deepcopy(net)
 

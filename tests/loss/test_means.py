@@ -278,6 +278,9 @@ ROWS_FIRST = {
     "an ensemble": lambda out, values: (
         torch.cat([out[None], (out * values).unsqueeze(0)]).mean(0).square().mean()
     ),
+    "named arguments": lambda out, values: (
+        torch.unsqueeze(input=out, dim=1).mean((0, 1)).exp().sum()
+    ),
     "a list of transposes": lambda out, values: (
         torch.cat([out.T.contiguous(), values.T.contiguous()]).square().sum()
     ),
