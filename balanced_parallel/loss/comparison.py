@@ -70,6 +70,11 @@ class ShardStatistics(NamedTuple):
     formula: Formula | None  # It has none without rows.
     nothing: Tensor  # a zero on the device of the output, connected to it
 
+    @property
+    def columns(self) -> Sequence[torch.Size]:
+        """The shapes of reductions along the rows."""
+        return () if self.formula is None else self.formula.columns
+
 
 class Sample(NamedTuple):
     """Rows of a shard."""
@@ -148,7 +153,7 @@ class ComparisonOfSums:
         for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
             if size and self._rows < ROWS_TO_CHECK:
                 self._rows += min(size, ROWS_TO_CHECK - 1)  # two shards at least
-                self._take(PerReplica([output], [size], outputs.dim), size, shard)
+                self._keep(self._sample(PerReplica([output], [size], outputs.dim), size, shard))
 
     def _is_due(self, statistics: Sequence[Sums]) -> bool:
         first = next(filter(None, statistics), None)
@@ -158,7 +163,7 @@ class ComparisonOfSums:
         # New kinds are compared.
         return checks.are_due((*(name.kind for name in first), *_flags(self.copies.criterion)))
 
-    def _take(self, output: PerReplica, rows: int, shard: Shard) -> None:
+    def _sample(self, output: PerReplica, rows: int, shard: Shard) -> Sample:
         targets = mark(shard.targets, self.copies.dim)
         entry = output[0]
         if _has_entry_per_row(entry, rows, targets):
@@ -175,7 +180,39 @@ class ComparisonOfSums:
         if sample.constant and rows not in counts:
             reason = repeated_rows(output, output.sizes, output.dim)
             raise ValueError(f"{reason}; or pass flat targets too" if reason else sample.reason)
-        self._keep(sample)
+        return sample
+
+    @torch.no_grad()
+    def refutes_columns(self, parts: Sequence[ShardStatistics], calls: Calls) -> bool:
+        """Returns True for the first sums of columns whose shapes follow the number of rows.
+
+        They are reductions along another dimension, as that of ``weight[:, None] - output``. None is
+        a sum of columns from now on.
+        """
+        checks = self.copies.checks
+        outputs = calls.outputs
+        numbers = [number for number, part in enumerate(parts) if part.columns]
+        if checks is None or checks.has_columns is not None or not numbers or outputs.notes:
+            return False
+        number = numbers[0]
+        size = outputs.sizes[number] or 1
+        whole = parts[number]
+        piece = PerReplica([outputs[number]], [size], outputs.dim)
+        # Rows that cannot be cut or joined have an error later.
+        with contextlib.suppress(Exception):
+            sample = self._sample(piece, size, calls.shards[number])
+            others = self._of_other_rows(sample, whole.nothing.device)
+            checks.tell_columns(are_some=others.columns == whole.columns)
+        return checks.has_columns is False
+
+    def _of_other_rows(self, sample: Sample, device: torch.device) -> ShardStatistics:
+        """Returns the statistics of half of the rows, or of one row and its copy."""
+        if sample.rows > 1:
+            first = sample.rows // 2
+            return self._run(sample.pair, [first, sample.rows - first], device)[0]
+        join = functools.partial(_join_equal, device=device, padding="[0]")
+        pair = containers.zip_leaves(join, [sample.pair, sample.pair])
+        return self._run(pair, [2], device)[0]
 
     def _keep(self, sample: Sample) -> None:
         """Keeps a sample on the host, or compares a large one alone."""
@@ -186,9 +223,14 @@ class ComparisonOfSums:
             self.samples.append(sample._replace(pair=on_host(sample.pair)))
 
     def gather(self, value: T) -> list[T]:
-        """Returns the value of each rank, and keeps the samples of all ranks. All ranks call this."""
-        values, samples = zip(*gather_objects((value, self.samples)), strict=True)
+        """Returns the value of each rank, and keeps what all ranks have shown. All ranks call this."""
+        checks = self.copies.checks
+        shown = self.samples, checks and checks.has_columns
+        values, shown_by_ranks = zip(*gather_objects((value, shown)), strict=True)
+        samples, answers = zip(*shown_by_ranks, strict=True)
         self.samples = [*itertools.chain(*samples)]
+        if checks is not None and False in answers:
+            checks.tell_columns(are_some=False)
         return [*values]
 
     def compare(self, device: torch.device) -> None:
@@ -240,7 +282,7 @@ class ComparisonOfSums:
             while 2 * rows <= ROWS_TOGETHER and 2 * _size(pair) < BYTES_TOGETHER:
                 pair = containers.zip_leaves(join, [pair, pair])
                 rows *= 2
-            again = functools.partial(self._run, pair, [rows], device)
+            again = functools.partial(self._sums_of, pair, [rows], device)
             (whole,) = again()
         except (torch.OutOfMemoryError, TypeError):  # Some objects cannot be joined.
             return False
@@ -265,7 +307,7 @@ class ComparisonOfSums:
             sample = sample.without_rows(constant)
             first = sample.rows // 2
             try:
-                halves = self._run(sample.pair, [first, sample.rows - first], device)
+                halves = self._sums_of(sample.pair, [first, sample.rows - first], device)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - it may raise anything
@@ -277,9 +319,12 @@ class ComparisonOfSums:
                 parts.append((sample, halves))
         return parts
 
+    def _sums_of(self, *rows: Any) -> list[Sums]:
+        return [part.tensors for part in self._run(*rows)]
+
     def _run(
         self, pair: tuple[Any, Arguments], sizes: Sequence[int], device: torch.device
-    ) -> list[Sums]:
+    ) -> list[ShardStatistics]:
         """Returns the statistics of parts of some rows.
 
         Random numbers are put back. A copy of the criterion computes each, and the criterion itself
@@ -298,7 +343,7 @@ class ComparisonOfSums:
         with window(self.copies, states_differ=True):
             results = Calls(self.copies, outputs, shards).run(self._statistics)
         set_generators(states, [device])
-        return [part.tensors for part in results if part.tensors]
+        return [part for part in results if part.tensors]
 
     def compare_sums(
         self,

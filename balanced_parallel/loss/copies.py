@@ -101,6 +101,12 @@ class Checks:
         self._forms: set[Hashable] = set()
         # A sample of one row shows nothing, until there is another row.
         self.pending: list[object] = []
+        # Reductions along the first dimension are sums of columns. None is unknown.
+        self.has_columns: bool | None = None
+
+    def tell_columns(self, *, are_some: bool) -> None:
+        """Tells whether reductions along the first dimension are sums of columns."""
+        self.has_columns = are_some
 
     def are_due(self, form: Hashable) -> bool:
         """Counts a call. Returns True if statistics of this form are to be compared."""
@@ -129,7 +135,7 @@ class ShardLoss(NamedTuple):
     kwargs: dict[str, object]
     collectives: OwnCollectives = OwnCollectives()  # The call may have some.
     notes: Any = None  # The notes of a forward that computes the loss.
-    are_rows_first: bool = True  # The output and the targets have them in the first dimension.
+    has_columns: bool = True  # Reductions along the first dimension are those of all rows.
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
@@ -295,6 +301,13 @@ class Calls(NamedTuple):
     outputs: PerReplica
     shards: Sequence[Shard]
 
+    @property
+    def may_have_columns(self) -> bool:
+        """False if reductions along the first dimension are none of all rows."""
+        checks = self.copies.halves
+        is_refuted = checks is not None and checks.has_columns is False
+        return self.outputs.dim == self.copies.dim == 0 and not is_refuted
+
     def agree(self) -> None:
         """Tells the other ranks whether this one has rows in its only forward. All ranks call this."""
         self.copies.collectives.agree(int(any(shard.target_rows for shard in self.shards)))
@@ -337,7 +350,7 @@ def _call(
                     kwargs,
                     calls.copies.collectives,
                     notes,
-                    calls.outputs.dim == calls.copies.dim == 0,
+                    calls.may_have_columns,
                 ),
                 *others,
             )

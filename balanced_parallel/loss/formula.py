@@ -125,6 +125,7 @@ class Formula:
         logged: the entries that are values to log.
         lengths: the elements of a row in each tensor of the shard, None without rows.
         has_read: True if numbers of Python may be values of the shard.
+        columns: the shapes of reductions along the rows.
     """
 
     result: Any
@@ -136,6 +137,7 @@ class Formula:
     logged: AbstractSet[str] = frozenset()
     lengths: Sequence[float | None] = ()
     has_read: bool = False
+    columns: Sequence[torch.Size] = ()
 
     def __getstate__(self) -> dict[str, object]:
         """Returns what another rank gets: parameters outside of the criterion stay on this one."""

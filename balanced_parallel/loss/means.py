@@ -83,8 +83,7 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True, is_blind: bool = False
     targets = shard.targets, shard.kwargs
     notes: SumNotes = shard.notes or SumNotes()
     values = shard.output, *targets
-    are_first = shard.are_rows_first
-    notes.of_batch(values, shard.rows, is_blind=is_blind, are_rows_first=are_first)
+    notes.of_batch(values, shard.rows, is_blind=is_blind, has_columns=shard.has_columns)
     notes.of_targets(targets)
     notes.of_constants(_constants_in(criterion)).of_criterion(parameters_in(criterion))
     with notes:
@@ -431,7 +430,10 @@ class LossOfSums(CoupledLoss):
             has_graph=not self._is_first_pass,
             with_numbers=self._is_by_hand,
         )
-        return calls.run(compute)
+        parts: list[ShardStatistics] = calls.run(compute)
+        if self.is_split and self.comparison.refutes_columns(parts, calls):
+            parts = calls.run(compute)
+        return parts
 
     def _add(self, parts: list[ShardStatistics], calls: Calls) -> None:
         if self.is_split:

@@ -170,7 +170,8 @@ class SumNotes(TorchFunctionMode):
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
         self._has_shards = False
-        self._are_rows_first = True  # Values of the batch have them in the first dimension.
+        self._columns: list[torch.Size] = []  # The shapes of reductions along the rows.
+        self._has_columns = True  # Values of the batch have the rows in the first dimension.
         self._numbers = itertools.count()
         self._has_graph = True
         self._knows_numbers = True  # No value of the batch is a Python number.
@@ -192,15 +193,15 @@ class SumNotes(TorchFunctionMode):
         rows: int | None,
         *,
         is_blind: bool = False,
-        are_rows_first: bool = True,
+        has_columns: bool = True,
     ) -> Self:
         """Tells the values of a batch, whose lists may have an entry for each of the rows.
 
         With ``is_blind``, tensors without a graph may have one in the next pass. Without
-        ``are_rows_first``, reductions along the first dimension are none of all rows.
+        ``has_columns``, reductions along the first dimension are none of all rows.
         """
         self._is_blind = is_blind
-        self._are_rows_first = are_rows_first
+        self._has_columns = has_columns
         self._rows = rows
         self._has_entries = self._has_entries or _has_entries(values, rows)
         self._knows_numbers &= not self._has_entries
@@ -633,6 +634,8 @@ class SumNotes(TorchFunctionMode):
         rows, name = call.tensors[0], call.name
         if not rows.dim() or (result.dim() and not self._is_along_rows(call)):
             return
+        if result.dim():
+            self._columns.append(result.shape)
         is_target = all(self._of(each).is_target for each in call.tensors)
         facts = Facts(_OF_SUMS, is_target=is_target, is_column=result.dim() > 0)
         if name in _SUMS:
@@ -658,14 +661,13 @@ class SumNotes(TorchFunctionMode):
 
     def _is_along_rows(self, call: FunctionCall) -> bool:
         """Returns True for a reduction along the dimension that has all rows."""
-        is_known = self._are_rows_first and call.name in columns.REDUCTIONS
+        is_known = self._has_columns and call.name in columns.REDUCTIONS
         if not is_known or not columns.is_strided(call.args):
             return False
         rows = call.tensors[0]
         dim = self._of(rows).dim
         dim = columns.first_dim_of(rows) if dim is None else dim
-        is_along = columns.is_along(dim, call.args, call.kwargs)
-        return is_along and not rows.size(dim) % (self._rows or 1)
+        return columns.is_along(dim, call.args, call.kwargs)
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are noted."""
@@ -758,6 +760,7 @@ class SumNotes(TorchFunctionMode):
             logged,
             lengths,
             self._has_read,
+            self._columns,
         )
         return formula, statistics
 

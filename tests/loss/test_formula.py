@@ -295,6 +295,27 @@ def test_ranks_are_exact(first, strategy):
             )
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_a_rank_without_rows_learns_that_constants_are_before_the_rows(rank, strategy):
+    """It took the sums over constants for sums of columns, and its refusal came alone."""
+
+    def pinball(out, values):
+        quantiles = torch.tensor([0.1, 0.5, 0.9]).view(-1, 1, 1)
+        errors = values - out
+        return torch.maximum(quantiles * errors, (quantiles - 1) * errors).sum(0).mean()
+
+    torch.manual_seed(0)
+    net, inputs, values = build_net(), torch.randn(7, 4), torch.rand(7, CLASSES)
+    expected_loss, expected = plain_program(net, pinball, inputs, values)
+    inputs, values = (tensor.split([7, 0])[rank] for tensor in (inputs, values))
+    model, criterion = parallelize(net, pinball, ["cpu"], strategy=strategy)
+    loss = criterion(model(inputs), values)
+    loss.backward()
+    assert_equal(loss.detach(), expected_loss.detach())
+    assert_same_gradients(whole_gradients([*model.module.parameters()]), expected)
+
+
 def penalized_updates(rank, sizes, way, strategy):
     """Returns the loss and the gradients of an update whose criterion has a penalty on a parameter of the model."""
     net, inputs, target = penalty_problem()

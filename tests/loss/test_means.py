@@ -227,6 +227,11 @@ def present(out, labels):
     return (sums[counts > 0] / counts[counts > 0]).mean()
 
 
+def pinball(quantiles, errors):
+    quantiles = quantiles.view(-1, 1, 1).to(errors)
+    return torch.maximum(quantiles * errors, (quantiles - 1) * errors).sum(0).mean()
+
+
 ROWS_FIRST = {
     "sum": lambda out, values: ((out - values) ** 2).mean(0).sum(),
     "mean": lambda out, values: (out - values).abs().mean(dim=0).mean(),
@@ -286,6 +291,14 @@ ROWS_FIRST = {
     ),
     "the largest column": lambda out, values: out.exp().sum(0).max() / values.sum(0).max(),
     "written": lambda out, values: out.exp().mean(0).add_(1).log_().sum(),
+    # The rows are behind a dimension of constants.
+    "quantiles": lambda out, values: pinball(torch.tensor([0.1, 0.5, 0.9]), values - out),
+    "prototypes": lambda out, values: (
+        torch.cdist(torch.eye(6, CLASSES).to(out), out).mean(0).exp().mean()
+    ),
+    "an ensemble of constants": lambda out, values: (
+        torch.vmap(lambda scale: scale * out)(torch.arange(4.0).to(out)).mean(0).square().mean()
+    ),
 }
 
 
