@@ -359,11 +359,8 @@ class TrainStep(SaysInstead):
         """
         if not self._has_compared:
             self._compare(is_last=is_last)
-        numbers = (
-            nullcontext()
-            if self._arithmetic.number_rows
-            else self._strategy.random_numbers(is_last=is_last)
-        )
+        draws_as_rank = self._has_ranks and not self._arithmetic.number_rows
+        numbers = self._strategy.random_numbers(is_last=is_last) if draws_as_rank else nullcontext()
         hooks = ExitStack()
         for tensor in self._trained.values():
             if any(hooks_of(tensor)):
