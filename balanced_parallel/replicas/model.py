@@ -17,8 +17,8 @@ from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
 from ..batch.rows import Batch, Noting, ParallelModel, Shard, move_arguments
-from ..runtime.collectives import OnCollective, refuse_renorm
-from ..runtime.devices import DeviceLike, Devices, resolve_device, resolve_devices
+from ..runtime.collectives import OnCollective
+from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import NO_RANGE, children_of, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
@@ -225,29 +225,15 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             parts = [] if tree is None else tree.modules
             meets = [isinstance(part, (AllRowsBatchNorm, SumOverRows)) for part in parts]
             kind = method, module.training
-            if len(devices) == 1 or kind in self.runs:
+            is_first = len(devices) > 1 and kind not in self.runs
+            is_watched = is_first and tree and not (tree.is_compiled or tree.rescaled)
+            with OnCollective(bool) if is_watched else contextlib.nullcontext():
                 outputs = self.replicas.run(work, devices, together=any(meets))
-            else:
-                outputs = self._run_first(kind, work, devices, together=any(meets))
+            if is_first:
+                self.runs[kind] = False
         if self.noting is not None:
             return self._open(self.noting, outputs, sizes)
         return PerReplica(outputs, sizes, self.out_dims)
-
-    def _run_first(
-        self, kind: tuple[str | None, bool], work: Any, devices: Devices, *, together: bool
-    ) -> list[Any]:
-        """Runs the first forward of a method on several devices.
-
-        It shows whether each device would rescale rows of a weight.
-        """
-        tree = self.replicas.tree
-        is_watched = tree is not None and not (tree.is_compiled or tree.rescaled)
-        names: set[str] = set()
-        with OnCollective(names.add) if is_watched else contextlib.nullcontext():
-            outputs = self.replicas.run(work, devices, together=together)
-        refuse_renorm(names)
-        self.runs[kind] = False
-        return outputs
 
     def _gather(self, outputs: PerReplica) -> Any:
         gathered = outputs.on(self._gathers_on)

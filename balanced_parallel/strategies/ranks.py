@@ -28,7 +28,7 @@ from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects, refuse_renorm
+from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.module_state import advancing_buffers, numbers_of, without_trace
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
@@ -157,7 +157,6 @@ class RankModel(ParallelModel):
             output = self._run(method, arguments, rows, in_step=in_step)
         self._note_writes()
         self._note_buffers()  # The first forward may make some.
-        refuse_renorm(names)
         is_plain = not self.meets_ranks and isinstance(self, DistributedDataParallel)
         self.runs[kind] = is_plain and bool(names)
         if self.runs[kind]:
