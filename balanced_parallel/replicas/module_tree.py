@@ -8,7 +8,7 @@ was, and the skeletons are filled again.
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -82,9 +82,13 @@ class ModuleTree:
             for number, module in enumerate(self.modules)
             for name in self._find_lists(module)
         ]
-        self._numbers = {id(module): number for number, module in enumerate(self.modules)}
         # Methods that a program has put on a module, most often a forward.
-        self._methods = list(self._find_methods())
+        self._methods = [
+            (number, name)
+            for number, module in enumerate(self.modules)
+            for name, value in module.__dict__.items()
+            if isinstance(value, MethodType)
+        ]
 
     def _part(self, module: nn.Module) -> TreePart:
         refuse_script(module)
@@ -101,27 +105,29 @@ class ModuleTree:
         lists = [(name, value) for name, value in module.__dict__.items() if type(value) is list]
         return [name for name, value in lists if any(id(entry) in self.place for entry in value)]
 
-    def _replace_lists(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, str, list[Any]]]:
-        """Returns number of the module, name and value of each list, with ``tensors`` in place of
-        the parameters.
+    def _replaced(
+        self, names: Iterable[tuple[int, str]], counterparts: Mapping[int, Any]
+    ) -> Iterator[tuple[int, str, Any]]:
+        """Yields attributes of the modules by number and name, with other values in them: those of
+        ``counterparts``, by the ids of parameters, buffers, cached tensors, and owners of methods.
         """
-        for number, name in self._lists:
-            entries = self.modules[number].__dict__.get(name)
-            if type(entries) is not list:  # A forward has replaced it.
-                continue
-            places = [self.place.get(id(entry)) for entry in entries]
-            replaced = [
-                entry if at is None else tensors[at]
-                for entry, at in zip(entries, places, strict=True)
-            ]
-            yield number, name, replaced
+
+        def replace(value: Any) -> Any:
+            if isinstance(value, MethodType):
+                owner = value.__self__
+                return MethodType(value.__func__, counterparts.get(id(owner), owner))
+            return counterparts.get(id(value), value)
+
+        for number, name in names:
+            value: Any = map_leaves(replace, self.modules[number].__dict__.get(name))
+            yield number, name, value
             if name == FLAT_WEIGHTS:
                 # An RNN flattens its weights again in every forward in which they are not its
                 # parameters.
                 yield (
                     number,
                     FLAT_REFERENCES,
-                    [weight if weight is None else weakref.ref(weight) for weight in replaced],
+                    [each if each is None else weakref.ref(each) for each in value],
                 )
 
     def still_is(self, root: nn.Module) -> bool:
@@ -166,8 +172,14 @@ class ModuleTree:
         itself, so the others find them. Lists and dictionaries, and what has a graph, stay as they
         are.
         """
-        self._caches = list(self._find_caches())
-        cached = [leaf for *_, value in self._caches for _, leaf in leaves(value)]
+        self._caches = [
+            (number, name)
+            for number in self._custom
+            for name, value in self.modules[number].__dict__.items()
+            if type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value))
+        ]
+        values = [self.modules[number].__dict__[name] for number, name in self._caches]
+        cached = [leaf for value in values for _, leaf in leaves(value)]
         by_id = {
             id(each): each
             for each in cached
@@ -179,27 +191,6 @@ class ModuleTree:
                     {id(buffer): buffer for buffer in buffers.values() if buffer is not None}
                 )
         return list(by_id.values())
-
-    def _find_methods(self) -> Iterator[tuple[int, str]]:
-        for number, module in enumerate(self.modules):
-            for name, value in module.__dict__.items():
-                if isinstance(value, MethodType):
-                    yield number, name
-
-    def _bind_methods(self, skeletons: Skeletons) -> None:
-        """Binds methods of modules of the tree to their skeletons."""
-        for number, name in self._methods:
-            method = self.modules[number].__dict__.get(name)
-            owner = self._numbers.get(id(getattr(method, "__self__", None)))
-            if isinstance(method, MethodType) and owner is not None:
-                bound = MethodType(method.__func__, skeletons[owner][1])
-                skeletons[number][1].__dict__[name] = bound
-
-    def _find_caches(self) -> Iterator[tuple[int, str, Any]]:
-        for place in self._custom:
-            for name, value in self.modules[place].__dict__.items():
-                if type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value)):
-                    yield place, name, value
 
     def fill(
         self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]
@@ -233,15 +224,12 @@ class ModuleTree:
             # Activation checkpointing changes it.
             if skeleton.__class__ is not part.module.__class__:
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
-        if tensors is not None:
-            for number, name, value in self._replace_lists(tensors):
+        if names := [*self._lists, *self._methods, *self._caches]:
+            counterparts: dict[int, Any] = dict(zip(self.place, tensors or (), strict=False))
+            counterparts |= {id(part.module): skeleton for part, skeleton, _ in skeletons}
+            counterparts |= buffers
+            for number, name, value in self._replaced(names, counterparts):
                 skeletons[number][1].__dict__[name] = value
-        for place, name, value in self._caches:
-            skeletons[place][1].__dict__[name] = map_leaves(
-                lambda leaf: buffers.get(id(leaf), leaf), value
-            )
-        if self._methods:
-            self._bind_methods(skeletons)
         return skeletons[0][1]
 
     @contextmanager
@@ -330,7 +318,9 @@ class ModuleTree:
                 (attributes[PARAMETERS], name, tensors[at], self.parameters[at])
                 for name, at in places
             ]
-        for number, name, value in self._replace_lists(tensors):
+        for number, name, value in self._replaced(
+            self._lists, dict(zip(self.place, tensors, strict=True))
+        ):
             attributes = self.modules[number].__dict__
             changes.append((attributes, name, value, attributes.get(name)))
         try:
@@ -346,15 +336,16 @@ class ModuleTree:
     def flatten_weights(self, tensors: Sequence[Tensor]) -> None:
         """Moves the weights of each RNN among ``tensors`` to one buffer, as cuDNN needs them."""
         with torch.inference_mode(False):
-            for number, name, weights in self._replace_lists(tensors):
+            copied = dict(zip(self.place, tensors, strict=True))
+            for number, name, weights in self._replaced(self._lists, copied):
                 rnn = self.modules[number]
                 # A weight that a hook computes is not a parameter.
                 if isinstance(rnn, nn.RNNBase) and all(
                     id(weight) in self.place for weight in rnn.__dict__[name]
                 ):
                     # The method reads sizes and weights of its object, and nothing else.
-                    copied: Any = SimpleNamespace(**{**vars(rnn), name: weights})
-                    nn.RNNBase.flatten_parameters(copied)
+                    replica: Any = SimpleNamespace(**{**vars(rnn), name: weights})
+                    nn.RNNBase.flatten_parameters(replica)
 
 
 def _set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:
