@@ -38,8 +38,7 @@ class TreePart(NamedTuple):
 
     module: nn.Module
     children: dict[str, nn.Module | None]
-    places: dict[str, int | None]  # Each of its parameters has a place among those of the tree.
-    identities: list[int]  # the ids of its parameters
+    identities: list[object]  # the names and the ids of its parameters
     size: int  # number of its attributes
 
 
@@ -94,11 +93,9 @@ class ModuleTree:
         refuse_script(module)
         _refuse_lora_of_parameters(module)
         parameters = parameters_of(module)
-        places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
+        identities = [*parameters, *map(id, parameters.values())]
         children = module.__dict__[CHILDREN].copy()
-        return TreePart(
-            module, children, places, [*map(id, parameters.values())], len(module.__dict__)
-        )
+        return TreePart(module, children, identities, len(module.__dict__))
 
     def _find_lists(self, module: nn.Module) -> list[str]:
         """Returns the names of the lists of parameters. An RNN has one, in the order of cuDNN."""
@@ -136,17 +133,13 @@ class ModuleTree:
         """
         if self.modules[0] is not root:
             return False
-        for module, children, places, identities, size in self._parts:
+        for module, children, identities, size in self._parts:
             state = module.__dict__
             parameters = state[PARAMETERS]  # A call for each module takes time in every forward.
-            if (
-                len(state) != size
-                or state[CHILDREN] != children
-                or parameters.keys() != places.keys()
-            ):
+            if len(state) != size or state[CHILDREN] != children:
                 return False
             # == on parameters would compare their values
-            if parameters and [*map(id, parameters.values())] != identities:
+            if [*parameters, *map(id, parameters.values())] != identities:
                 return False
         return True
 
@@ -198,36 +191,33 @@ class ModuleTree:
         """Gives the skeletons the modules' attributes, with ``tensors`` (``None`` keeps parameters)
         and ``buffers`` by id.
         """
+        counterparts: dict[int, Any] = dict(zip(self.place, tensors or (), strict=False))
+        counterparts |= buffers
+        get = counterparts.get
         for part, skeleton, children in skeletons:
             state = part.module.__dict__.copy()
             if children:
                 state[CHILDREN] = children.copy()
-            if own_buffers := state[BUFFERS]:
-                state[BUFFERS] = {
-                    name: buffers.get(id(buffer)) for name, buffer in own_buffers.items()
-                }
-            if tensors is not None and part.places:
-                places = part.places.items()
-                state[PARAMETERS] = {
-                    name: None if at is None else tensors[at] for name, at in places
-                }
+            if entries := state[BUFFERS]:
+                state[BUFFERS] = {name: get(id(each)) for name, each in entries.items()}
+            if entries := state[PARAMETERS]:
+                state[PARAMETERS] = {name: get(id(each), each) for name, each in entries.items()}
             # A forward that registers hooks at its first call would otherwise register them once
             # for each replica. The handle of a hook needs a dictionary that lives on, as that of
             # the skeleton does.
-            hooks = skeleton.__dict__[FORWARD_HOOKS]
+            attributes = skeleton.__dict__
+            hooks = attributes[FORWARD_HOOKS]
             hooks.clear()
             hooks.update(state[FORWARD_HOOKS])
             state[FORWARD_HOOKS] = hooks
             # Python without its lock frees a dictionary late that is replaced.
-            skeleton.__dict__.clear()
-            skeleton.__dict__.update(state)
+            attributes.clear()
+            attributes.update(state)
             # Activation checkpointing changes it.
             if skeleton.__class__ is not part.module.__class__:
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
         if names := [*self._lists, *self._methods, *self._caches]:
-            counterparts: dict[int, Any] = dict(zip(self.place, tensors or (), strict=False))
             counterparts |= {id(part.module): skeleton for part, skeleton, _ in skeletons}
-            counterparts |= buffers
             for number, name, value in self._replaced(names, counterparts):
                 skeletons[number][1].__dict__[name] = value
         return skeletons[0][1]
@@ -309,29 +299,24 @@ class ModuleTree:
     @contextmanager
     def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:
         """Replaces the parameters of the modules by ``tensors`` in this block."""
-        # dictionary, name, new value, old value
-        changes: list[tuple[dict[str, Any], str, Any, Any]] = []
-        for part in self._parts:
-            attributes = part.module.__dict__
-            places = [(name, at) for name, at in part.places.items() if at is not None]
-            changes += [
-                (attributes[PARAMETERS], name, tensors[at], self.parameters[at])
-                for name, at in places
-            ]
-        for number, name, value in self._replaced(
-            self._lists, dict(zip(self.place, tensors, strict=True))
-        ):
-            attributes = self.modules[number].__dict__
-            changes.append((attributes, name, value, attributes.get(name)))
+        counterparts = dict(zip(self.place, tensors, strict=True))
+        changes: list[tuple[dict[str, Any], str, Any]] = []
+        for module in self.modules:
+            entries = module.__dict__[PARAMETERS]
+            present = [(name, each) for name, each in entries.items() if each is not None]
+            changes += [(entries, name, counterparts[id(each)]) for name, each in present]
+        for number, name, value in self._replaced(self._lists, counterparts):
+            changes.append((self.modules[number].__dict__, name, value))
+        before = [entries.get(name) for entries, name, _ in changes]
         try:
-            for attributes, name, value, _ in changes:
-                attributes[name] = value
+            for entries, name, value in changes:
+                entries[name] = value
             yield
         finally:
-            for attributes, name, value, before in changes:
+            for (entries, name, value), previous in zip(changes, before, strict=True):
                 # else the forward has set another value, which stays
-                if attributes.get(name) is value:
-                    attributes[name] = before
+                if entries.get(name) is value:
+                    entries[name] = previous
 
     def flatten_weights(self, tensors: Sequence[Tensor]) -> None:
         """Moves the weights of each RNN among ``tensors`` to one buffer, as cuDNN needs them."""
