@@ -194,10 +194,6 @@ class RankModel(ParallelModel):
         """Notes the layers with buffers, which the ranks share."""
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
 
-    def _shared_tensors(self) -> list[Tensor]:
-        parts = *self._of_layers, *self._of_criterion
-        return [each for part in parts for each in part.values() if each is not None]
-
     def share_buffers(self, with_rows: Sequence[float] = ()) -> None:
         """Gives all ranks the buffers of the first rank that has had rows since the last time.
 
@@ -205,14 +201,14 @@ class RankModel(ParallelModel):
         the numbers that module and criterion have counted there, and parameters that forwards write
         there.
         """
-        tensors = self._shared_tensors()
-        if (tensors or self._counting) and not with_rows:
+        if (self._of_layers or self._of_criterion or self._counting) and not with_rows:
             with_rows = gather_objects(self.has_rows)
         if any(with_rows):
             source = with_rows.index(True)
-            if not all(with_rows):
-                tensors = self._take_state(source)
-            if tensors:
+            written = [] if all(with_rows) else self._take_state(source)
+            parts = *self._of_layers, *self._of_criterion
+            buffers = [each for part in parts for each in part.values() if each is not None]
+            if tensors := buffers + written:
                 group = collectives.batch_group() or dist.group.WORLD
                 torch_private.broadcast(tensors, source, group)
         self.has_rows = False
@@ -221,7 +217,7 @@ class RankModel(ParallelModel):
         """Makes the buffers that a forward has made on a rank, and takes the numbers that it has
         counted, unless this one has counted itself.
 
-        Returns the buffers, and the parameters that forwards there have written.
+        Returns the parameters that forwards there have written.
         """
         saved = self.module.state_dict().keys()
         present = {
@@ -240,7 +236,7 @@ class RankModel(ParallelModel):
         for layer, each in zip(self._counting, numbers, strict=True) if not self.has_rows else ():
             vars(layer).update(each)
         self._note_buffers()
-        return [*self._shared_tensors(), *map(self.module.get_parameter, written)]
+        return [*map(self.module.get_parameter, written)]
 
     def forget_rows(self) -> None:
         """Forgets that an update which has failed had rows."""
