@@ -76,10 +76,12 @@ class ModuleTree:
         self.parameters = list(parameters.values())
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
+        # Lists of parameters. An RNN has one, in the order of cuDNN.
         self._lists = [
             (number, name)
             for number, module in enumerate(self.modules)
-            for name in self._find_lists(module)
+            for name, value in module.__dict__.items()
+            if type(value) is list and any(id(entry) in self.place for entry in value)
         ]
         # Methods that a program has put on a module, most often a forward.
         self._methods = [
@@ -90,17 +92,11 @@ class ModuleTree:
         ]
 
     def _part(self, module: nn.Module) -> TreePart:
-        refuse_script(module)
-        _refuse_lora_of_parameters(module)
+        _refuse_unshareable(module)
         parameters = parameters_of(module)
         identities = [*parameters, *map(id, parameters.values())]
         children = module.__dict__[CHILDREN].copy()
         return TreePart(module, children, identities, len(module.__dict__))
-
-    def _find_lists(self, module: nn.Module) -> list[str]:
-        """Returns the names of the lists of parameters. An RNN has one, in the order of cuDNN."""
-        lists = [(name, value) for name, value in module.__dict__.items() if type(value) is list]
-        return [name for name, value in lists if any(id(entry) in self.place for entry in value)]
 
     def _replaced(
         self, names: Iterable[tuple[int, str]], counterparts: Mapping[int, Any]
@@ -372,18 +368,14 @@ def check_device(module: nn.Module, device: torch.device) -> None:
             )
 
 
-def refuse_script(module: nn.Module) -> None:
-    """Raises ``TypeError`` if a module is a ``ScriptModule``, whose code belongs to one module on
-    one device.
+def _refuse_unshareable(module: nn.Module) -> None:
+    """Raises ``TypeError`` for a ``ScriptModule``, whose code belongs to one module on one device,
+    and for an adapter of peft that changes the class of a module in its forward.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"{type(module).__name__} cannot be replicated: pass the module that it was made from"
         )
-
-
-def _refuse_lora_of_parameters(module: nn.Module) -> None:
-    """Raises ``TypeError`` for an adapter of peft that changes the class of a module in its forward."""
     if type(module).__name__ == "ParamWrapper" and hasattr(module, "get_delta_weight"):
         raise TypeError(
             "LoraConfig(target_parameters=...) registers a parametrization in each forward, which replicas cannot share: "
