@@ -146,6 +146,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"shard={shard!r}, expected 'elements', 'parameters' or None")
         check_type("model", model, nn.Module, "a DataParallelModel, or what parallelize returns")
         params = model.parameters() if params is None else params
+        check_type("params", params, Iterable, "parameters, or param groups")
         groups = _ParamGroups(params, {}).param_groups
         self._is_ready = False
         self.steps = 0  # A step is counted once its hooks have run.

@@ -6,7 +6,7 @@ Each output stays on the device of its replica.
 import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -225,15 +225,21 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             parts = [] if tree is None else tree.modules
             meets = [isinstance(part, (AllRowsBatchNorm, SumOverRows)) for part in parts]
             kind = method, module.training
-            is_first = len(devices) > 1 and kind not in self.runs
-            is_watched = is_first and tree and not (tree.is_compiled or tree.rescaled)
-            with OnCollective(bool) if is_watched else contextlib.nullcontext():
-                outputs = self.replicas.run(work, devices, together=any(meets))
-            if is_first:
-                self.runs[kind] = False
+            run = functools.partial(self.replicas.run, work, devices, together=any(meets))
+            has_run = len(devices) == 1 or kind in self.runs
+            outputs = run() if has_run else self._run_first(kind, run)
         if self.noting is not None:
             return self._open(self.noting, outputs, sizes)
         return PerReplica(outputs, sizes, self.out_dims)
+
+    def _run_first(self, kind: tuple[str | None, bool], run: Callable[[], list[Any]]) -> list[Any]:
+        """Runs the first forward of a method on several devices, which must rescale no weight."""
+        tree = self.replicas.tree
+        is_watched = tree is not None and not (tree.is_compiled or tree.rescaled)
+        with OnCollective(bool) if is_watched else contextlib.nullcontext():
+            outputs = run()
+        self.runs[kind] = False
+        return outputs
 
     def _gather(self, outputs: PerReplica) -> Any:
         gathered = outputs.on(self._gathers_on)

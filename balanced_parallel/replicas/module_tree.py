@@ -8,7 +8,7 @@ was, and the skeletons are filled again.
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -76,20 +76,23 @@ class ModuleTree:
         self.parameters = list(parameters.values())
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
-        # Lists of parameters. An RNN has one, in the order of cuDNN.
-        self._lists = [
-            (number, name)
-            for number, module in enumerate(self.modules)
-            for name, value in module.__dict__.items()
-            if type(value) is list and any(id(entry) in self.place for entry in value)
-        ]
-        # Methods that a program has put on a module, most often a forward.
-        self._methods = [
-            (number, name)
-            for number, module in enumerate(self.modules)
-            for name, value in module.__dict__.items()
-            if isinstance(value, MethodType)
-        ]
+        self._special = list(self._find(range(len(self.modules)), self._is_special))
+
+    def _is_special(self, value: object) -> bool:
+        """Returns True for a list of parameters, such as that of an RNN, and for a method that a
+        program has put on a module, most often a forward.
+        """
+        if type(value) is list:
+            return any(id(entry) in self.place for entry in value)
+        return isinstance(value, MethodType)
+
+    def _find(
+        self, numbers: Iterable[int], is_sought: Callable[[object], bool]
+    ) -> Iterator[tuple[int, str]]:
+        for number in numbers:
+            for name, value in self.modules[number].__dict__.items():
+                if is_sought(value):
+                    yield number, name
 
     def _part(self, module: nn.Module) -> TreePart:
         _refuse_unshareable(module)
@@ -161,12 +164,7 @@ class ModuleTree:
         itself, so the others find them. Lists and dictionaries, and what has a graph, stay as they
         are.
         """
-        self._caches = [
-            (number, name)
-            for number in self._custom
-            for name, value in self.modules[number].__dict__.items()
-            if type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value))
-        ]
+        self._caches = list(self._find(self._custom, _is_cache))
         values = [self.modules[number].__dict__[name] for number, name in self._caches]
         cached = [leaf for value in values for _, leaf in leaves(value)]
         by_id = {
@@ -212,7 +210,7 @@ class ModuleTree:
             # Activation checkpointing changes it.
             if skeleton.__class__ is not part.module.__class__:
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
-        if names := [*self._lists, *self._methods, *self._caches]:
+        if names := self._special + self._caches:
             counterparts |= {id(part.module): skeleton for part, skeleton, _ in skeletons}
             for number, name, value in self._replaced(names, counterparts):
                 skeletons[number][1].__dict__[name] = value
@@ -301,7 +299,7 @@ class ModuleTree:
             entries = module.__dict__[PARAMETERS]
             present = [(name, each) for name, each in entries.items() if each is not None]
             changes += [(entries, name, counterparts[id(each)]) for name, each in present]
-        for number, name, value in self._replaced(self._lists, counterparts):
+        for number, name, value in self._replaced(self._special, counterparts):
             changes.append((self.modules[number].__dict__, name, value))
         before = [entries.get(name) for entries, name, _ in changes]
         try:
@@ -318,15 +316,19 @@ class ModuleTree:
         """Moves the weights of each RNN among ``tensors`` to one buffer, as cuDNN needs them."""
         with torch.inference_mode(False):
             copied = dict(zip(self.place, tensors, strict=True))
-            for number, name, weights in self._replaced(self._lists, copied):
+            for number, name, weights in self._replaced(self._special, copied):
                 rnn = self.modules[number]
                 # A weight that a hook computes is not a parameter.
-                if isinstance(rnn, nn.RNNBase) and all(
+                if name == FLAT_WEIGHTS and all(
                     id(weight) in self.place for weight in rnn.__dict__[name]
                 ):
                     # The method reads sizes and weights of its object, and nothing else.
                     replica: Any = SimpleNamespace(**{**vars(rnn), name: weights})
                     nn.RNNBase.flatten_parameters(replica)
+
+
+def _is_cache(value: object) -> bool:
+    return type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value))
 
 
 def _set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:
