@@ -343,12 +343,9 @@ class _ReplicaShards:
             )
         replicas = self._model.replicas
         if self._pieces:
-            wanted = self._pieces if replicas.has_sums else ()
-            replicas.prepare(self._model.module, self._model.devices, wanted)
+            replicas.prepare(self._model.module, self._model.devices, self._pieces)
         self.collect()
         with replicas.publishing(self._pieces):
-            for owners in () if replicas.has_sums or replicas.are_fresh else self._owners:
-                owners.fetch()
             try:
                 call(self.inner)
             finally:

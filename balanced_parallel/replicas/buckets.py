@@ -138,15 +138,9 @@ class Schedule(NamedTuple):
     """Settings of one forward for its own backward."""
 
     streams: Streams  # The replicas run on these.
-    # Sums overlap with the backward there. None if devices have no streams.
-    side: SideStreams | None
-    overlaps: bool  # the backward of other layers follows
+    side: SideStreams | None  # Sums run there. None if devices have no streams.
+    overlapping_side: SideStreams | None  # the same, if the backward of other layers follows
     deferred: bool  # gradients stay with the replicas
-
-    @property
-    def overlapping_side(self) -> SideStreams | None:
-        """The side streams for sums that overlap with the backward."""
-        return self.side if self.overlaps else None
 
 
 Kinds = dict[int, tuple[torch.Size, torch.dtype]]
@@ -338,7 +332,14 @@ class _Broadcast(torch.autograd.Function):
         bucket: Bucket = ctx.bucket
         schedule: Schedule = ctx.schedule
         starts = range(0, len(gradients), ctx.size)
-        replicas = [_by_place(gradients[start : start + ctx.size]) for start in starts]
+        replicas = [
+            {
+                place: each
+                for place in range(ctx.size)
+                if (each := gradients[start + place]) is not None
+            }
+            for start in starts
+        ]
         with on_streams(schedule.streams):
             if schedule.side is not None:
                 schedule.side.begin()
@@ -357,10 +358,6 @@ class _Broadcast(torch.autograd.Function):
             else:  # Autograd accumulates the sums.
                 sums = prepare_sums(bucket.parameters, replicas)()
             return None, None, None, *map(sums.get, range(ctx.size))
-
-
-def _by_place(gradients: Sequence[Tensor | None]) -> Gradients:
-    return {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
 
 
 def _is_wanted(parameter: Tensor, node: Node) -> bool | None:
@@ -447,7 +444,8 @@ class GradientBuckets:
         """Returns the schedule of a bucket's backward, for a forward on ``streams``."""
         if self.side is None and any(streams.values()):
             self.side = SideStreams()
-        return Schedule(streams, self.side, bucket is not self.buckets[-1], deferred)
+        overlapping = None if bucket is self.buckets[-1] else self.side
+        return Schedule(streams, self.side, overlapping, deferred)
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], size: int | None = None) -> list[Bucket]:

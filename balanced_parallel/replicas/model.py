@@ -6,7 +6,7 @@ Each output stays on the device of its replica.
 import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from ..batch.marks import Arguments
 from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
 from ..batch.rows import Batch, Noting, ParallelModel, Shard, move_arguments
-from ..runtime.collectives import OnCollective, refuse_renorm
-from ..runtime.devices import DeviceLike, Devices, resolve_device, resolve_devices
+from ..runtime.collectives import OnCollective
+from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import NO_RANGE, children_of, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
@@ -225,27 +225,19 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             parts = [] if tree is None else tree.modules
             meets = [isinstance(part, (AllRowsBatchNorm, SumOverRows)) for part in parts]
             kind = method, module.training
-            if len(devices) == 1 or kind in self.runs:
-                outputs = self.replicas.run(work, devices, together=any(meets))
-            else:
-                outputs = self._run_first(kind, work, devices, together=any(meets))
+            run = functools.partial(self.replicas.run, work, devices, together=any(meets))
+            has_run = len(devices) == 1 or kind in self.runs
+            outputs = run() if has_run else self._run_first(kind, run)
         if self.noting is not None:
             return self._open(self.noting, outputs, sizes)
         return PerReplica(outputs, sizes, self.out_dims)
 
-    def _run_first(
-        self, kind: tuple[str | None, bool], work: Any, devices: Devices, *, together: bool
-    ) -> list[Any]:
-        """Runs the first forward of a method on several devices.
-
-        It shows whether each device would rescale rows of a weight.
-        """
+    def _run_first(self, kind: tuple[str | None, bool], run: Callable[[], list[Any]]) -> list[Any]:
+        """Runs the first forward of a method on several devices, which must rescale no weight."""
         tree = self.replicas.tree
         is_watched = tree is not None and not (tree.is_compiled or tree.rescaled)
-        names: set[str] = set()
-        with OnCollective(names.add) if is_watched else contextlib.nullcontext():
-            outputs = self.replicas.run(work, devices, together=together)
-        refuse_renorm(names)
+        with OnCollective(bool) if is_watched else contextlib.nullcontext():
+            outputs = run()
         self.runs[kind] = False
         return outputs
 
@@ -276,7 +268,7 @@ def _refuse_compilation() -> None:
     )
 
 
-def _call(method: str | None, noting: Noting | None, replica: nn.Module, shard: Shard) -> Any:
+def _call(method: str | None, noting: Noting, replica: nn.Module, shard: Shard) -> Any:
     with torch.enable_grad():
         inputs, kwargs = move_arguments(shard.inputs, shard.device)
     function = replica if method is None else getattr(replica, method)

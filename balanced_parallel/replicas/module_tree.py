@@ -8,7 +8,7 @@ was, and the skeletons are filled again.
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -38,8 +38,7 @@ class TreePart(NamedTuple):
 
     module: nn.Module
     children: dict[str, nn.Module | None]
-    places: dict[str, int | None]  # Each of its parameters has a place among those of the tree.
-    identities: list[int]  # the ids of its parameters
+    identities: list[object]  # the names and the ids of its parameters
     size: int  # number of its attributes
 
 
@@ -77,51 +76,54 @@ class ModuleTree:
         self.parameters = list(parameters.values())
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
-        self._lists = [
-            (number, name)
-            for number, module in enumerate(self.modules)
-            for name in self._find_lists(module)
-        ]
-        self._numbers = {id(module): number for number, module in enumerate(self.modules)}
-        # Methods that a program has put on a module, most often a forward.
-        self._methods = list(self._find_methods())
+        self._special = list(self._find(range(len(self.modules)), self._is_special))
+
+    def _is_special(self, value: object) -> bool:
+        """Returns True for a list of parameters, such as that of an RNN, and for a method that a
+        program has put on a module, most often a forward.
+        """
+        if type(value) is list:
+            return any(id(entry) in self.place for entry in value)
+        return isinstance(value, MethodType)
+
+    def _find(
+        self, numbers: Iterable[int], is_sought: Callable[[object], bool]
+    ) -> Iterator[tuple[int, str]]:
+        for number in numbers:
+            for name, value in self.modules[number].__dict__.items():
+                if is_sought(value):
+                    yield number, name
 
     def _part(self, module: nn.Module) -> TreePart:
-        refuse_script(module)
-        _refuse_lora_of_parameters(module)
+        _refuse_unshareable(module)
         parameters = parameters_of(module)
-        places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
+        identities = [*parameters, *map(id, parameters.values())]
         children = module.__dict__[CHILDREN].copy()
-        return TreePart(
-            module, children, places, [*map(id, parameters.values())], len(module.__dict__)
-        )
+        return TreePart(module, children, identities, len(module.__dict__))
 
-    def _find_lists(self, module: nn.Module) -> list[str]:
-        """Returns the names of the lists of parameters. An RNN has one, in the order of cuDNN."""
-        lists = [(name, value) for name, value in module.__dict__.items() if type(value) is list]
-        return [name for name, value in lists if any(id(entry) in self.place for entry in value)]
-
-    def _replace_lists(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, str, list[Any]]]:
-        """Returns number of the module, name and value of each list, with ``tensors`` in place of
-        the parameters.
+    def _replaced(
+        self, names: Iterable[tuple[int, str]], counterparts: Mapping[int, Any]
+    ) -> Iterator[tuple[int, str, Any]]:
+        """Yields attributes of the modules by number and name, with other values in them: those of
+        ``counterparts``, by the ids of parameters, buffers, cached tensors, and owners of methods.
         """
-        for number, name in self._lists:
-            entries = self.modules[number].__dict__.get(name)
-            if type(entries) is not list:  # A forward has replaced it.
-                continue
-            places = [self.place.get(id(entry)) for entry in entries]
-            replaced = [
-                entry if at is None else tensors[at]
-                for entry, at in zip(entries, places, strict=True)
-            ]
-            yield number, name, replaced
+
+        def replace(value: Any) -> Any:
+            if isinstance(value, MethodType):
+                owner = value.__self__
+                return MethodType(value.__func__, counterparts.get(id(owner), owner))
+            return counterparts.get(id(value), value)
+
+        for number, name in names:
+            value: Any = map_leaves(replace, self.modules[number].__dict__.get(name))
+            yield number, name, value
             if name == FLAT_WEIGHTS:
                 # An RNN flattens its weights again in every forward in which they are not its
                 # parameters.
                 yield (
                     number,
                     FLAT_REFERENCES,
-                    [weight if weight is None else weakref.ref(weight) for weight in replaced],
+                    [each if each is None else weakref.ref(each) for each in value],
                 )
 
     def still_is(self, root: nn.Module) -> bool:
@@ -130,17 +132,13 @@ class ModuleTree:
         """
         if self.modules[0] is not root:
             return False
-        for module, children, places, identities, size in self._parts:
+        for module, children, identities, size in self._parts:
             state = module.__dict__
             parameters = state[PARAMETERS]  # A call for each module takes time in every forward.
-            if (
-                len(state) != size
-                or state[CHILDREN] != children
-                or parameters.keys() != places.keys()
-            ):
+            if len(state) != size or state[CHILDREN] != children:
                 return False
             # == on parameters would compare their values
-            if parameters and [*map(id, parameters.values())] != identities:
+            if [*parameters, *map(id, parameters.values())] != identities:
                 return False
         return True
 
@@ -166,8 +164,9 @@ class ModuleTree:
         itself, so the others find them. Lists and dictionaries, and what has a graph, stay as they
         are.
         """
-        self._caches = list(self._find_caches())
-        cached = [leaf for *_, value in self._caches for _, leaf in leaves(value)]
+        self._caches = list(self._find(self._custom, _is_cache))
+        values = [self.modules[number].__dict__[name] for number, name in self._caches]
+        cached = [leaf for value in values for _, leaf in leaves(value)]
         by_id = {
             id(each): each
             for each in cached
@@ -180,68 +179,41 @@ class ModuleTree:
                 )
         return list(by_id.values())
 
-    def _find_methods(self) -> Iterator[tuple[int, str]]:
-        for number, module in enumerate(self.modules):
-            for name, value in module.__dict__.items():
-                if isinstance(value, MethodType):
-                    yield number, name
-
-    def _bind_methods(self, skeletons: Skeletons) -> None:
-        """Binds methods of modules of the tree to their skeletons."""
-        for number, name in self._methods:
-            method = self.modules[number].__dict__.get(name)
-            owner = self._numbers.get(id(getattr(method, "__self__", None)))
-            if isinstance(method, MethodType) and owner is not None:
-                bound = MethodType(method.__func__, skeletons[owner][1])
-                skeletons[number][1].__dict__[name] = bound
-
-    def _find_caches(self) -> Iterator[tuple[int, str, Any]]:
-        for place in self._custom:
-            for name, value in self.modules[place].__dict__.items():
-                if type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value)):
-                    yield place, name, value
-
     def fill(
         self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]
     ) -> nn.Module:
         """Gives the skeletons the modules' attributes, with ``tensors`` (``None`` keeps parameters)
         and ``buffers`` by id.
         """
+        counterparts: dict[int, Any] = dict(zip(self.place, tensors or (), strict=False))
+        counterparts |= buffers
+        get = counterparts.get
         for part, skeleton, children in skeletons:
             state = part.module.__dict__.copy()
             if children:
                 state[CHILDREN] = children.copy()
-            if own_buffers := state[BUFFERS]:
-                state[BUFFERS] = {
-                    name: buffers.get(id(buffer)) for name, buffer in own_buffers.items()
-                }
-            if tensors is not None and part.places:
-                places = part.places.items()
-                state[PARAMETERS] = {
-                    name: None if at is None else tensors[at] for name, at in places
-                }
+            if entries := state[BUFFERS]:
+                state[BUFFERS] = {name: get(id(each)) for name, each in entries.items()}
+            if entries := state[PARAMETERS]:
+                state[PARAMETERS] = {name: get(id(each), each) for name, each in entries.items()}
             # A forward that registers hooks at its first call would otherwise register them once
             # for each replica. The handle of a hook needs a dictionary that lives on, as that of
             # the skeleton does.
-            hooks = skeleton.__dict__[FORWARD_HOOKS]
+            attributes = skeleton.__dict__
+            hooks = attributes[FORWARD_HOOKS]
             hooks.clear()
             hooks.update(state[FORWARD_HOOKS])
             state[FORWARD_HOOKS] = hooks
             # Python without its lock frees a dictionary late that is replaced.
-            skeleton.__dict__.clear()
-            skeleton.__dict__.update(state)
+            attributes.clear()
+            attributes.update(state)
             # Activation checkpointing changes it.
             if skeleton.__class__ is not part.module.__class__:
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
-        if tensors is not None:
-            for number, name, value in self._replace_lists(tensors):
+        if names := self._special + self._caches:
+            counterparts |= {id(part.module): skeleton for part, skeleton, _ in skeletons}
+            for number, name, value in self._replaced(names, counterparts):
                 skeletons[number][1].__dict__[name] = value
-        for place, name, value in self._caches:
-            skeletons[place][1].__dict__[name] = map_leaves(
-                lambda leaf: buffers.get(id(leaf), leaf), value
-            )
-        if self._methods:
-            self._bind_methods(skeletons)
         return skeletons[0][1]
 
     @contextmanager
@@ -321,40 +293,42 @@ class ModuleTree:
     @contextmanager
     def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:
         """Replaces the parameters of the modules by ``tensors`` in this block."""
-        # dictionary, name, new value, old value
-        changes: list[tuple[dict[str, Any], str, Any, Any]] = []
-        for part in self._parts:
-            attributes = part.module.__dict__
-            places = [(name, at) for name, at in part.places.items() if at is not None]
-            changes += [
-                (attributes[PARAMETERS], name, tensors[at], self.parameters[at])
-                for name, at in places
-            ]
-        for number, name, value in self._replace_lists(tensors):
-            attributes = self.modules[number].__dict__
-            changes.append((attributes, name, value, attributes.get(name)))
+        counterparts = dict(zip(self.place, tensors, strict=True))
+        changes: list[tuple[dict[str, Any], str, Any]] = []
+        for module in self.modules:
+            entries = module.__dict__[PARAMETERS]
+            present = [(name, each) for name, each in entries.items() if each is not None]
+            changes += [(entries, name, counterparts[id(each)]) for name, each in present]
+        for number, name, value in self._replaced(self._special, counterparts):
+            changes.append((self.modules[number].__dict__, name, value))
+        before = [entries.get(name) for entries, name, _ in changes]
         try:
-            for attributes, name, value, _ in changes:
-                attributes[name] = value
+            for entries, name, value in changes:
+                entries[name] = value
             yield
         finally:
-            for attributes, name, value, before in changes:
+            for (entries, name, value), previous in zip(changes, before, strict=True):
                 # else the forward has set another value, which stays
-                if attributes.get(name) is value:
-                    attributes[name] = before
+                if entries.get(name) is value:
+                    entries[name] = previous
 
     def flatten_weights(self, tensors: Sequence[Tensor]) -> None:
         """Moves the weights of each RNN among ``tensors`` to one buffer, as cuDNN needs them."""
         with torch.inference_mode(False):
-            for number, name, weights in self._replace_lists(tensors):
+            copied = dict(zip(self.place, tensors, strict=True))
+            for number, name, weights in self._replaced(self._special, copied):
                 rnn = self.modules[number]
                 # A weight that a hook computes is not a parameter.
-                if isinstance(rnn, nn.RNNBase) and all(
+                if name == FLAT_WEIGHTS and all(
                     id(weight) in self.place for weight in rnn.__dict__[name]
                 ):
                     # The method reads sizes and weights of its object, and nothing else.
-                    copied: Any = SimpleNamespace(**{**vars(rnn), name: weights})
-                    nn.RNNBase.flatten_parameters(copied)
+                    replica: Any = SimpleNamespace(**{**vars(rnn), name: weights})
+                    nn.RNNBase.flatten_parameters(replica)
+
+
+def _is_cache(value: object) -> bool:
+    return type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value))
 
 
 def _set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:
@@ -396,18 +370,14 @@ def check_device(module: nn.Module, device: torch.device) -> None:
             )
 
 
-def refuse_script(module: nn.Module) -> None:
-    """Raises ``TypeError`` if a module is a ``ScriptModule``, whose code belongs to one module on
-    one device.
+def _refuse_unshareable(module: nn.Module) -> None:
+    """Raises ``TypeError`` for a ``ScriptModule``, whose code belongs to one module on one device,
+    and for an adapter of peft that changes the class of a module in its forward.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"{type(module).__name__} cannot be replicated: pass the module that it was made from"
         )
-
-
-def _refuse_lora_of_parameters(module: nn.Module) -> None:
-    """Raises ``TypeError`` for an adapter of peft that changes the class of a module in its forward."""
     if type(module).__name__ == "ParamWrapper" and hasattr(module, "get_delta_weight"):
         raise TypeError(
             "LoraConfig(target_parameters=...) registers a parametrization in each forward, which replicas cannot share: "

@@ -337,17 +337,6 @@ class BucketOwners:
             parameter.follow()
 
     @torch.no_grad()
-    def fetch(self) -> None:
-        """Copies the values of the module's own parameters to the owners, each the pieces that it
-        owns.
-        """
-        for owned, device in zip(self._owned[1:], self._devices[1:], strict=True):
-            transport.copy_coalesced(
-                [[piece.places[device] for piece in owned]],
-                [p.places[self._devices[0]] for p in owned],
-            )
-
-    @torch.no_grad()
     def publish(self) -> None:
         """Copies each owner's values to all other devices."""
         places = [[piece.places[device] for piece in self.pieces] for device in self._devices]

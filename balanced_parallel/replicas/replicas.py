@@ -165,11 +165,6 @@ class Replicas:
         assert self.tree is not None
         return self.tree.same_state(self._skeletons[:others], is_first=self._forwards == 1)
 
-    @property
-    def are_fresh(self) -> bool:
-        """True if the copies have all values of the parameters, in the window that is open."""
-        return self._fresh_in in self.windows
-
     def forget_values(self) -> None:
         """Marks every copy as outdated."""
         self._fresh_in = None
@@ -305,7 +300,7 @@ class Replicas:
         Those of ``wanted`` that have sums may be copied by :meth:`_copy_changed`.
         """
         places = changed.copy()
-        if not self.are_fresh:
+        if self._fresh_in not in self.windows:
             places |= {tree.place[id(parameter)] for parameter in wanted}
         if self.has_sums and places:
             kinds = self._kinds_with_sums(tree)

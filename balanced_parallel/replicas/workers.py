@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import functools
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -110,19 +109,24 @@ class Meeting:
 
     def __init__(self, lanes: Sequence[Hashable]) -> None:
         self._changed = threading.Condition()
-        turns: dict[Hashable, deque[int]] = {}
-        for index, lane in enumerate(lanes):
-            turns.setdefault(lane, deque()).append(index)
-        # Each replica has those of its lane that run. The next one is the first.
-        self._turns = [turns[lane] for lane in lanes]
+        self._lanes = lanes
         # Each replica has a value of each exchange.
         self._values: list[list[Any]] = [[] for _ in lanes]
         self._ended: set[int] = set()
 
+    def _has_turn(self, index: int) -> bool:
+        """Returns True if the replicas of its lane before it are further, and the others as far."""
+        count = len(self._values[index])
+        return all(
+            other in self._ended or len(values) >= count + (other < index)
+            for other, values in enumerate(self._values)
+            if self._lanes[other] == self._lanes[index]
+        )
+
     def begin(self, index: int) -> bool:
         """Waits for the turn of replica ``index``. Returns False if it has ended before."""
         with self._changed:
-            self._changed.wait_for(lambda: index in self._ended or self._turns[index][0] == index)
+            self._changed.wait_for(lambda: index in self._ended or self._has_turn(index))
             return index not in self._ended
 
     def exchange(self, index: int, value: Any) -> list[Any]:
@@ -131,11 +135,13 @@ class Meeting:
         """
         with self._changed:
             self._values[index].append(value)
-            turns = self._turns[index]
             count = len(self._values[index])
-            turns.rotate(-1)
             self._changed.notify_all()
-            while min(map(len, self._values)) < count or index in self._ended or turns[0] != index:
+            while (
+                min(map(len, self._values)) < count
+                or index in self._ended
+                or not self._has_turn(index)
+            ):
                 behind = {other for other, values in enumerate(self._values) if len(values) < count}
                 if missing := (self._ended & behind) or (self._ended & {index}):
                     raise RuntimeError(
@@ -151,9 +157,7 @@ class Meeting:
         Replicas that wait for them fail, and those that have not begun will not begin.
         """
         with self._changed:
-            for index in set(indices) - self._ended:
-                self._ended.add(index)
-                self._turns[index].remove(index)
+            self._ended.update(indices)
             self._changed.notify_all()
 
 

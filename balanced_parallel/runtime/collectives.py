@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -236,27 +236,17 @@ facts_of_process: dict[str, Hashable] = {"the sampler's batches": "no RankBatchS
 _RENORM = "embedding_renorm_"  # F.embedding(max_norm=) writes to rows of the weight.
 
 
-def refuse_renorm(names: Collection[str]) -> None:
-    """Raises ``ValueError`` if a forward has rescaled rows of a weight, by the names of operators
-    that :class:`OnCollective` has seen.
-    """
-    if _RENORM in names:
-        raise ValueError(
-            "F.embedding was given max_norm=, and each device or rank would rescale the rows that it sees, expected None: write "
-            "weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad() after each update"
-        )
-
-
 class OnCollective(torch_private.TorchDispatchMode):
-    """Calls a function with the name of each collective and renorm in its block, before it runs.
+    """Calls a function with the name of each collective in its block, before it runs.
 
-    Calls another one with the tensors that an operator writes to.
+    Calls another one with the tensors that an operator writes to. A forward that would rescale rows
+    of a weight raises ``ValueError``.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, act: Callable[[str], None], write: Callable[[list[Tensor]], None] | None = None
+        self, act: Callable[[str], object], write: Callable[[list[Tensor]], None] | None = None
     ) -> None:
         super().__init__()
         self._act = act
@@ -271,7 +261,12 @@ class OnCollective(torch_private.TorchDispatchMode):
             if isinstance(value, torch.nn.Parameter):
                 refuse_shards(value)
         name = function.__name__.partition(".")[0]
-        if getattr(function, "namespace", None) in ("c10d", "_c10d_functional") or name == _RENORM:
+        if name == _RENORM:
+            raise ValueError(
+                "F.embedding was given max_norm=, and each device or rank would rescale the rows that it sees, expected None: "
+                "write weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad() after each update"
+            )
+        if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
             self._act(name)
         elif self._write and (tensors := torch_private.written_by(function, args, kwargs)):
             self._write(tensors)

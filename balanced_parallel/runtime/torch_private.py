@@ -166,8 +166,7 @@ def saved_tensor_hooks() -> Hooks | None:
     Hooks of activation checkpointing are left out: the backwards of several devices would recompute
     at the same time, and fail.
     """
-    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if hooks is None or hooks[0].__module__ == "torch.utils.checkpoint" else hooks
+    return None if in_checkpoint() else torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def in_checkpoint() -> bool:

@@ -28,7 +28,7 @@ from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects, refuse_renorm
+from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.module_state import advancing_buffers, numbers_of, without_trace
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
@@ -157,7 +157,6 @@ class RankModel(ParallelModel):
             output = self._run(method, arguments, rows, in_step=in_step)
         self._note_writes()
         self._note_buffers()  # The first forward may make some.
-        refuse_renorm(names)
         is_plain = not self.meets_ranks and isinstance(self, DistributedDataParallel)
         self.runs[kind] = is_plain and bool(names)
         if self.runs[kind]:
@@ -195,59 +194,48 @@ class RankModel(ParallelModel):
         """Notes the layers with buffers, which the ranks share."""
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
 
-    def share_buffers(self, with_rows: Sequence[float] = (), writes: bool = False) -> None:
+    def share_buffers(self, with_rows: Sequence[float] = ()) -> None:
         """Gives all ranks the buffers of the first rank that has had rows since the last time.
 
         ``with_rows`` tells which ranks have; they are asked without it. If some have not, they get
         the numbers that module and criterion have counted there, and parameters that forwards write
-        there, if a rank ``writes`` any.
+        there.
         """
-        parts = *self._of_layers, *self._of_criterion
-        tensors = [each for part in parts for each in part.values() if each is not None]
-        if (tensors or self._counting) and not with_rows:
+        if (self._of_layers or self._of_criterion or self._counting) and not with_rows:
             with_rows = gather_objects(self.has_rows)
         if any(with_rows):
             source = with_rows.index(True)
-            if not all(with_rows):
-                tensors = self._take_buffers(source)
-            if (writes or self._counting) and not all(with_rows):
-                tensors += self._take_numbers(source)
-            if tensors:
+            written = [] if all(with_rows) else self._take_state(source)
+            parts = *self._of_layers, *self._of_criterion
+            buffers = [each for part in parts for each in part.values() if each is not None]
+            if tensors := buffers + written:
                 group = collectives.batch_group() or dist.group.WORLD
                 torch_private.broadcast(tensors, source, group)
         self.has_rows = False
 
-    def _take_buffers(self, source: int) -> list[Tensor]:
-        """Makes the buffers that a forward has made on a rank, and none on this one.
+    def _take_state(self, source: int) -> list[Tensor]:
+        """Makes the buffers that a forward has made on a rank, and takes the numbers that it has
+        counted, unless this one has counted itself.
 
-        Returns all that are shared.
+        Returns the parameters that forwards there have written.
         """
         saved = self.module.state_dict().keys()
         present = {
             name: (buffer.detach().to("meta"), name in saved)
             for name, buffer in self.module.named_buffers()
         }
-        for name, (form, is_saved) in gather_objects(present)[source].items():
+        before = [*map(dict.items, self._numbers)]
+        after = [numbers_of(part).items() for part in self._counting]
+        state = present, [*map(operator.sub, after, before)], [*self.written]
+        buffers, numbers, written = gather_objects(state)[source]
+        for name, (form, is_saved) in buffers.items():
             if name not in present:
                 part, _, last = name.rpartition(".")
                 buffer = torch.zeros_like(form, device=self.devices[0])
                 self.module.get_submodule(part).register_buffer(last, buffer, is_saved)
+        for layer, each in zip(self._counting, numbers, strict=True) if not self.has_rows else ():
+            vars(layer).update(each)
         self._note_buffers()
-        parts = *self._of_layers, *self._of_criterion
-        return [each for part in parts for each in part.values() if each is not None]
-
-    def _take_numbers(self, source: int) -> list[Tensor]:
-        """Takes the numbers that a rank has counted, unless this one has counted itself.
-
-        Returns the parameters that forwards there have written.
-        """
-        before = [*map(dict.items, self._numbers)]
-        after = [numbers_of(part).items() for part in self._counting]
-        counted = [*map(operator.sub, after, before)]
-        written, numbers = gather_objects(([*self.written], counted))[source]
-        if not self.has_rows:
-            for part, each in zip(self._counting, numbers, strict=True):
-                vars(part).update(each)
         return [*map(self.module.get_parameter, written)]
 
     def forget_rows(self) -> None:
@@ -329,7 +317,6 @@ class RankReport(NamedTuple):
     digest: float = 0.0  # The settings.
     formula: float = 0.0  # The digest of a formula of the loss; 0 without one.
     has_rows: float = 0.0
-    writes: float = 0.0  # A forward writes to parameters.
     has_unused: float = 0.0  # Parameters are unused.
     failure: float = 0.0  # 1 for an out of memory, 2 for another failure.
     fits: float = 0.0  # Whole gradients fit.
@@ -404,8 +391,8 @@ class RankUpdate(UpdateSync):
         self._local: Callable[[], Tensor] | None = None
         self._has_reports = False  # The ranks have ended the reduction, and none has failed.
         self._has_agreed = False  # All ranks go on to their optimizers.
-        # Ranks with rows, and True if a rank writes to parameters, if buffers are to be shared.
-        self._unshared: tuple[Sequence[float], bool] | None = None
+        # Ranks with rows, if buffers are to be shared.
+        self._unshared: Sequence[float] | None = None
 
     @property
     @abc.abstractmethod
@@ -431,7 +418,6 @@ class RankUpdate(UpdateSync):
         record = self._record
         report = report._replace(
             has_rows=self._model.has_rows,
-            writes=bool(self._model.written),
             has_unused=len(record.used) < len(record.parameters),
         )
         reports = collectives.gather_numbers(report, record.group)
@@ -452,8 +438,7 @@ class RankUpdate(UpdateSync):
         formula = digest_names(names) if names else 0.0
         loss, weight = read().tolist()
         reports = self.agree(RankReport(loss, weight, present.digest(), formula))
-        writes = any(map(operator.attrgetter("writes"), reports))
-        self._unshared = [each.has_rows for each in reports], writes
+        self._unshared = [each.has_rows for each in reports]
         self._share()
         present.check(is_same=len({each.digest for each in reports}) == 1)
         if len({each.formula for each in reports} - {0.0}) > 1:
@@ -499,7 +484,7 @@ class RankUpdate(UpdateSync):
     def _share(self) -> None:
         """Shares buffers, unless that is done."""
         if self._unshared is not None:
-            self._model.share_buffers(*self._unshared)
+            self._model.share_buffers(self._unshared)
             self._unshared = None
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:

@@ -76,10 +76,6 @@ class ReplicaSync(GradientSync, UpdateSync):
             if replicas.gradients.buckets:  # only with several devices
                 replicas.gradients.reduce()
 
-    def random_numbers(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Returns a block without effect: there is one process."""
-        return contextlib.nullcontext()
-
     def count_micro_batches(self, count: int) -> int:
         """Returns the number."""
         return count
@@ -94,10 +90,6 @@ class ReplicaSync(GradientSync, UpdateSync):
             foreach_multiply_(
                 [tensor.grad for tensor in tensors if tensor.grad is not None], factor
             )
-
-    def smallest(self, number: float) -> float:
-        """Returns the number."""
-        return number
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Drops the gradients in the buckets."""

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from .update import Attempt, BatchRun, Forwards, Limit, Reduced
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 2**62
+T = TypeVar("T")
 
 
 class Recovery:
@@ -71,7 +72,9 @@ class Recovery:
         """Reduces all gradients. If memory was too small on any rank, all batches run again before."""
         while True:
             self._try(lambda attempt: attempt.run_kept())
-            reduced = self._reduce(settings)
+            # None of the ranks must fail after their agreement.
+            with retrying_allocations(self._devices):
+                reduced = self._try(lambda attempt: attempt.reduce(settings), is_local=False)
             if reduced is not None:
                 break
             self._restart()
@@ -93,46 +96,26 @@ class Recovery:
     def _add(self, run: BatchRun) -> None:
         self._try(lambda attempt: attempt.add(run))
 
-    def _try(self, work: Callable[[Attempt], None]) -> None:
-        """Runs a part of the attempt, unless memory was too small before.
+    def _try(self, work: Callable[[Attempt], T], *, is_local: bool = True) -> T | None:
+        """Returns the result of a part of the attempt, or None if memory was too small before.
 
-        An out of memory is kept for :meth:`finish`.
+        The reason of an out of memory is kept for :meth:`finish`, without its traceback, which
+        holds memory. All gradients are dropped, and the other ranks are told. It is raised if they
+        have agreed to update.
         """
-        if not self._reason:
-            try:
-                work(self._opened())
-            except torch.OutOfMemoryError as error:
-                self._is_local = not isinstance(error, ElsewhereOutOfMemory)
-                if self._keep(error):
-                    raise
-
-    def _reduce(self, settings: Callable[[], Settings]) -> Reduced | None:
-        """Reduces all gradients, or returns None if memory was too small on any rank."""
         if self._reason:
             return None
         try:
-            # None of the ranks must fail after their agreement.
-            with retrying_allocations(self._devices):
-                return self._opened().reduce(settings)
+            self._work = self._work or self._attempt(self._sync)
+            return work(self._work)
         except torch.OutOfMemoryError as error:
-            if self._keep(error):
+            self._is_local = is_local and not isinstance(error, ElsewhereOutOfMemory)
+            self._reason = str(error) or type(error).__name__
+            has_agreed = self.discard(error)
+            self._work = None
+            if has_agreed:
                 raise
             return None
-
-    def _opened(self) -> Attempt:
-        if self._work is None:
-            self._work = self._attempt(self._sync)
-        return self._work
-
-    def _keep(self, error: torch.OutOfMemoryError) -> bool:
-        """Keeps the reason of an out of memory, without its traceback, which holds memory.
-
-        Drops all gradients, and tells the other ranks. Returns True if they have agreed to update.
-        """
-        self._reason = self._reason or str(error) or type(error).__name__
-        has_agreed = self.discard(error)
-        self._work = None
-        return has_agreed
 
     def _restart(self) -> None:
         """Puts everything back, and runs all batches with a smaller limit, the same on all ranks."""

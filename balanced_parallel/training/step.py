@@ -201,6 +201,7 @@ class TrainStep(SaysInstead):
             Limit("rows", rows) if cut is None or rows is not None else Limit("cost", cut.limit)
         )
         self._has_ranks = collectives.world_size() > 1
+        self._draws_as_rank = self._has_ranks and not self._arithmetic.number_rows
         has_sums = criterion.copies.collectives.sums_rows
         if self._is_auto and self._has_ranks and (has_sums or meets_others(model)):
             raise ValueError(
@@ -360,9 +361,7 @@ class TrainStep(SaysInstead):
         if not self._has_compared:
             self._compare(is_last=is_last)
         numbers = (
-            nullcontext()
-            if self._arithmetic.number_rows
-            else self._strategy.random_numbers(is_last=is_last)
+            self._strategy.random_numbers(is_last=is_last) if self._draws_as_rank else nullcontext()
         )
         hooks = ExitStack()
         for tensor in self._trained.values():

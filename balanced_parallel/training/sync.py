@@ -11,7 +11,7 @@ The code below is one update::
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -33,6 +33,7 @@ class GradientSync(Protocol):
 
         ``is_last`` ends it.
         """
+        return nullcontext()
 
 
 class UpdateSync(Protocol):
@@ -80,6 +81,7 @@ class UpdateSync(Protocol):
 
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all processes."""
+        return number
 
     def tell(self, error: BaseException, *, has_begun: bool, is_single: bool = False) -> None:
         """Tells other processes of a failure, which wait in :func:`gather_objects`.

@@ -369,8 +369,10 @@ def test_embeddings_of_functions_that_rescale_are_refused_on_several_devices(fun
     with simulate(2) as machine:
         model = DataParallelModel(Words(function, max_norm=1.0).to("sim:0"), machine.devices)
         model(torch.randint(7, (1, 2)))  # one device has all rows
+        before = [each.tolist() for each in model.parameters()]
         with pytest.raises(ValueError, match=EMBEDDED):
             model(torch.randint(7, (2 * rows, 2)))
+        assert [each.tolist() for each in model.parameters()] == before  # nothing was written
 
 
 @pytest.mark.libraries
