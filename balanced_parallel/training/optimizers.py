@@ -5,6 +5,7 @@ step together.
 import contextlib
 import itertools
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,7 +151,8 @@ class ParameterUpdate:
             self._finish_gradients(sync, factor, scaler)
             # An overflow in one optimizer makes the gradients of the others zero here.
             if max_grad_norm is not None:
-                norm = self._norm([each.grad for each in self._parameters if each.grad is not None])
+                present = map(operator.attrgetter("grad"), self._parameters)
+                norm = self._norm([*filter(torch.is_tensor, present)])
                 # Shards have summed it over the ranks.
                 self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
                 self._clip(self._parameters, max_grad_norm, norm)
