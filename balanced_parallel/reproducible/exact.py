@@ -168,19 +168,22 @@ def magnitudes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
     return [*zip(numbers[::2], numbers[1::2], strict=True)]
 
 
-def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Clips gradients as ``torch.nn.utils.clip_grad_norm_`` does, and returns their norm in float64.
+def norm_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the norm of gradients in float64.
 
     It is the same for any cut of them into tensors, and for any order.
     """
-    gradients = [each.grad for each in parameters if each.grad is not None]
     norm = _norm([part for gradient in gradients for part in _parts(gradient)])
-    factor = max_norm / (norm + 1e-6)  # nan if the norm is
-    if not factor >= 1:
-        for gradient in gradients:
-            gradient.mul_(factor)
     home = gradients[0].device if gradients else None
     return torch.tensor(norm, dtype=torch.float64, device=home)
+
+
+def clip_exactly(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Clips gradients as ``torch.nn.utils.clip_grads_with_norm_`` does, with a factor of float64."""
+    factor = max_norm / (float(norm) + 1e-6)  # nan if the norm is
+    if not factor >= 1:
+        for gradient in [each.grad for each in parameters if each.grad is not None]:
+            gradient.mul_(factor)
 
 
 def _norm(parts: Sequence[Tensor]) -> float:
@@ -461,6 +464,7 @@ class ExactArithmetic(ArithmeticByRow):
     """Exact sums of groups of rows: their bits are the same on any number of devices and ranks."""
 
     accumulation = ExactAccumulation
+    norm = staticmethod(norm_of)
     clip = staticmethod(clip_exactly)
 
     @contextlib.contextmanager

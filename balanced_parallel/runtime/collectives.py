@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -156,6 +156,18 @@ def tell_failure(error: BaseException, group: Group = None) -> None:
     is_memory = isinstance(error, torch.OutOfMemoryError)
     with contextlib.suppress(ElsewhereFailure):
         gather_objects(_Failure(is_memory, f" ({type(error).__name__}: {error})"), group)
+
+
+@contextlib.contextmanager
+def telling(error: BaseException) -> Iterator[None]:
+    """Surrounds what tells other ranks of an error. The error gets a note if that fails, too."""
+    try:
+        yield
+    except Exception as another:  # noqa: BLE001 - of any kind
+        error.add_note(
+            f"after this error, {type(another).__name__} was raised: {another}; other ranks may not know of it, and wait until "
+            "the timeout"
+        )
 
 
 def raise_failure(count: float, ranks: int, is_memory: bool, text: str = "") -> None:

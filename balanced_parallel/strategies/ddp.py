@@ -76,6 +76,7 @@ from .ranks import (
     RankUpdate,
     RowSettings,
     refuse_graph,
+    sparse_weights,
     undone,
     watch_output,
 )
@@ -122,9 +123,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self.record = BucketRecord([each for each in reduced if each.requires_grad])
         self._requested = RequestedGradients(self.record.parameters, self.share_buffers)
         collectives.mark_shared(self.record.parameters)
-        embeddings = (nn.Embedding, nn.EmbeddingBag)
-        sparse = [each for each in module.modules() if isinstance(each, embeddings) and each.sparse]
-        self._sparse = [each.weight for each in sparse if each.weight.requires_grad]
+        self._sparse = [*sparse_weights(module).values()]
 
     def zero(self, *, reduces: bool = True) -> Tensor:
         """Returns a zero that leads to each reduced parameter.

@@ -67,6 +67,7 @@ from .ranks import (
     RankUpdate,
     RowSettings,
     refuse_graph,
+    sparse_weights,
     tensors_of,
     undone,
     watch_output,
@@ -693,6 +694,10 @@ def shard(
                 f"{name} has a hook of its gradient, which FSDP2 loses with the parameter that it replaces, expected hooks after "
                 f"parallelize: model.module.get_parameter({name!r}).register_hook(...)"
             )
+    for name in sparse_weights(module):
+        raise ValueError(
+            f"the embedding {name!r} has sparse=True, and FSDP2 reduces dense gradients, expected False, or strategy='ddp'"
+        )
     half = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
     units = [*find_sharded_blocks(module), without_compilation(module)]
     scalars = {parameter for parameter in module.parameters() if not parameter.dim()}

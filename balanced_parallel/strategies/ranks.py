@@ -393,6 +393,7 @@ class RankUpdate(UpdateSync):
         self._has_agreed = False  # All ranks go on to their optimizers.
         # Ranks with rows, if buffers are to be shared.
         self._unshared: Sequence[float] | None = None
+        self._has_unused = False  # Ranks have not agreed on their unused parameters yet.
 
     @property
     @abc.abstractmethod
@@ -439,6 +440,7 @@ class RankUpdate(UpdateSync):
         loss, weight = read().tolist()
         reports = self.agree(RankReport(loss, weight, present.digest(), formula))
         self._unshared = [each.has_rows for each in reports]
+        self._has_unused = any(map(operator.attrgetter("has_unused"), reports))
         self._share()
         present.check(is_same=len({each.digest for each in reports}) == 1)
         if len({each.formula for each in reports} - {0.0}) > 1:
@@ -446,14 +448,13 @@ class RankUpdate(UpdateSync):
             for each in by_rank:
                 compare_names(by_rank[0], each)
         self._has_agreed = True
-        if any(map(operator.attrgetter("has_unused"), reports)):
-            self._record.forget_unused()
         total.fill_(sum([each.total for each in reports]))
         return LossSum(total, sum([each.weight for each in reports]))
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Forgets the gradients of this rank, and tells the other ranks, unless they wait for it."""
-        self._has_agreed |= self._unshared is not None  # The others wait for it, and go on.
+        # The others wait for it, and go on.
+        self._has_agreed |= self._unshared is not None or self._has_unused
         self._share()
         is_told = self._has_reports or self._has_agreed
         is_known = is_told or isinstance(error, ElsewhereFailure)
@@ -482,10 +483,13 @@ class RankUpdate(UpdateSync):
         forget_gradients(self._record.parameters)
 
     def _share(self) -> None:
-        """Shares buffers, unless that is done."""
+        """Shares buffers and unused parameters, unless that is done."""
         if self._unshared is not None:
             self._model.share_buffers(self._unshared)
             self._unshared = None
+        if self._has_unused:
+            self._record.forget_unused()
+            self._has_unused = False
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:
         """Starts to copy loss and weight to the host."""
@@ -589,6 +593,16 @@ class _Watch(torch.autograd.Function):
         # A penalty of gradients has a backward that reaches parameters too: create_graph=True.
         watched = iter(_watch(present, ctx.first, ctx.at_backward))
         return None, None, *[None if gradient is None else next(watched) for gradient in gradients]
+
+
+def sparse_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the weights of embeddings that get sparse gradients, by the name of the embedding."""
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return {
+        name: part.weight
+        for name, part in module.named_modules()
+        if isinstance(part, embeddings) and part.sparse and part.weight.requires_grad
+    }
 
 
 def refuse_graph() -> None:

@@ -5,6 +5,7 @@ step together.
 import contextlib
 import itertools
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from ..batch.containers import describe
 from ..loss.sums import Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
 from ..replicas.owners import ShardedGradient
+from ..runtime import collectives
 from ..runtime.torch_private import (
     count_graph_nodes,
     hooks_of,
@@ -39,8 +41,8 @@ class ParameterUpdate:
     """One step of several optimizers, together or not at all, over the parameters that their groups
     have now.
 
-    ``trained`` are the parameters of model and criterion by name, each once. ``clip`` clips
-    the gradients, and returns their norm before.
+    ``trained`` are the parameters of model and criterion by name, each once. ``norm`` returns the
+    norm of gradients, and ``clip`` clips those of parameters to a largest norm.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class ParameterUpdate:
         optimizers: Sequence[Optimizer],
         trained: Mapping[str, Tensor],
         skip_above: float | None = None,
-        clip: Callable[[list[Tensor], float], Tensor] = torch.nn.utils.clip_grad_norm_,
+        norm: Callable[[list[Tensor]], Tensor] = torch.nn.utils.get_total_norm,
+        clip: Callable[[list[Tensor], float, Tensor], None] = torch.nn.utils.clip_grads_with_norm_,
     ) -> None:
         self.optimizers = optimizers
         self._skip_above = skip_above
+        self._norm = norm
         self._clip = clip
         self.trained = trained
         self.has_stepped = False
@@ -147,8 +151,11 @@ class ParameterUpdate:
             self._finish_gradients(sync, factor, scaler)
             # An overflow in one optimizer makes the gradients of the others zero here.
             if max_grad_norm is not None:
-                norm = self._clip(self._parameters, max_grad_norm)
+                present = map(operator.attrgetter("grad"), self._parameters)
+                norm = self._norm([*filter(torch.is_tensor, present)])
+                # Shards have summed it over the ranks.
                 self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
+                self._clip(self._parameters, max_grad_norm, norm)
             if scaler is None:
                 self.step()
             else:
@@ -164,9 +171,9 @@ class ParameterUpdate:
                 )
             if len(self.trained) > len(self._parameters):
                 self._note_others()
-        except BaseException:
+        except BaseException as error:
             # The other ranks step, and learn of it in the next update.
-            with contextlib.suppress(Exception):
+            with collectives.telling(error):
                 self._take_part(scaler, max_grad_norm)
             _forget_unscaled(scaler)
             raise
@@ -180,7 +187,7 @@ class ParameterUpdate:
                 with contextlib.suppress(RuntimeError):  # It is done already.
                     scaler.unscale_(cast(Optimizer, self))
             if max_grad_norm is not None and self.grad_norm is None:
-                self._clip(self._parameters, max_grad_norm).full_tensor()  # type: ignore[attr-defined]
+                self._norm([each.grad for each in self._parameters if each.grad is not None])
         for each, steps in self._steps.items():
             each.take_part(steps)
 

@@ -369,11 +369,12 @@ class TrainStep(SaysInstead):
                 hooks.enter_context(without_hooks([tensor]))
         surround = self.surround or nullcontext
         around = self._arithmetic.surround()
-        with surround(), hooks, numbers, around:
+        with hooks, numbers, around:
             update = self._update or self._begin()
             self._update = None
             try:
-                with self._forwards.updating(update):
+                # An error of surround() is told to the other ranks, too.
+                with self._forwards.updating(update), surround():
                     if update.has_parts:
                         update.optimizers.check_gradients()
                     yield update, hooks
@@ -408,7 +409,11 @@ class TrainStep(SaysInstead):
             self._reduction = reduction
             self._kind = self._first_kind()
         optimizers = ParameterUpdate(
-            each_optimizer(self.optimizer), self._trained, self.skip_above, self._arithmetic.clip
+            each_optimizer(self.optimizer),
+            self._trained,
+            self.skip_above,
+            self._arithmetic.norm,
+            self._arithmetic.clip,
         )
         attempt: Callable[..., Attempt] = functools.partial(self._attempt, optimizers)
         open_work: Callable[[], Work] = attempt

@@ -47,7 +47,7 @@ from ..loss.kinds import Kind
 from ..loss.names import SumName, compare_names
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
-from ..runtime.collectives import ElsewhereFailure, tell_failure, world_size
+from ..runtime.collectives import ElsewhereFailure, tell_failure, telling, world_size
 from ..runtime.devices import move, start_copy
 from ..runtime.torch_private import NO_RANGE, is_compiled, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, forget_gradients, scaled
@@ -275,8 +275,7 @@ class Forwards:
             try:
                 yield
             except BaseException as error:
-                # Ranks that have ended cannot be told.
-                with contextlib.suppress(RuntimeError):
+                with telling(error):
                     work.discard(error)
                 self.undo()
                 forget_gradients([*self.trained.values()])
@@ -515,8 +514,10 @@ class Arithmetic:
     cut: Cut | None
     # The class that runs the batches of an update.
     accumulation: ClassVar[type[Accumulation]] = Accumulation
-    # Clips gradients, and returns their norm before.
-    clip: ClassVar[Callable[..., Tensor]] = staticmethod(torch.nn.utils.clip_grad_norm_)
+    # Returns the norm of gradients.
+    norm: ClassVar[Callable[..., Tensor]] = staticmethod(torch.nn.utils.get_total_norm)
+    # Clips the gradients of parameters to a largest norm, from their norm.
+    clip: ClassVar[Callable[..., None]] = staticmethod(torch.nn.utils.clip_grads_with_norm_)
     # Makes a block around each part of an update.
     surround: ClassVar[Callable[..., AbstractContextManager[None]]] = contextlib.nullcontext
     # Returns the work on the batches of an update, whose rows get numbers, if they do.

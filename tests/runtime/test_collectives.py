@@ -107,6 +107,16 @@ def test_equal_numbers_agree_and_others_are_named_on_each_rank(rank):
         compare_ranks({"norm": [None, 1.0][rank], "lr": 0.1}, "equal ones")
 
 
+def test_an_error_that_cannot_be_told_has_a_note():
+    """The second error was lost, and other ranks waited without a reason in the log."""
+    error = ValueError("the first")
+    with collectives.telling(error):
+        raise torch.OutOfMemoryError("the second")
+    assert error.__notes__[0].startswith(
+        "after this error, OutOfMemoryError was raised: the second;"
+    )
+
+
 @pytest.fixture
 def group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -229,8 +229,11 @@ def test_parameters_that_came_after_parallelize_are_refused_in_a_loop_by_hand(ra
 
 
 @on_ranks(2)
-def test_a_module_that_is_sharded_is_not_sharded_again(rank):
-    """The error was an assertion of torch."""
+def test_modules_that_are_sharded_or_have_sparse_gradients_are_not_sharded(rank):
+    """The errors were those of torch, an assertion and an operator that is not there."""
+    sparse = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="embedding '0' has sparse=True.*or strategy='ddp'"):
+        parallelize(sparse, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
     net = build_net()
     parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
     replace_head(net)

@@ -30,7 +30,7 @@ from balanced_parallel import (
     parallelize,
 )
 from balanced_parallel.batch.rows import Batch
-from balanced_parallel.strategies.ranks import RankModel, RankUpdate
+from balanced_parallel.strategies.ranks import GradientRecord, RankModel, RankUpdate
 from balanced_parallel.training.optimizers import ParameterUpdate
 from balanced_parallel.training.settings import Settings
 from balanced_parallel.training.update import Arithmetic, Forwards
@@ -341,6 +341,22 @@ def test_a_rank_fails_in_the_small_forwards_of_the_first_reproducible_update(ran
     assert losses[1] < losses[0]
 
 
+@on_ranks(2, timeout=60)
+def test_a_failure_of_surround_is_told(rank):
+    """A rank that left the batch out was one update behind, and gradients of two batches were summed."""
+    left = [1] * (rank == 1)
+
+    def fail_once():
+        if left and not left.clear():
+            raise ValueError("no block")
+        return nullcontext()
+
+    step = parallel_step(Net(), nn.MSELoss(), ["cpu"], strategy="ddp", surround=fail_once)
+    with pytest.raises((ValueError, RuntimeError), match=r"no block|1 of 2 ranks failed"):
+        step(*batch(0, rank))
+    step(*batch(1, rank))
+
+
 class Failing(torch.optim.SGD):
     """Fails where a list, which tests fill, names it."""
 
@@ -387,8 +403,10 @@ def test_a_rank_fails_in_its_part_of_the_optimizers(rank, strategy, place):
 
 
 FAILING = {
+    "unused": (GradientRecord, "forget_unused"),
     "multiply": (RankUpdate, "multiply"),
-    "clip": (Arithmetic, "clip"),
+    "norm": (Arithmetic, "norm"),
+    "clip": (Arithmetic, "clip"),  # after the norm
     "unscale": (torch.amp.GradScaler, "unscale_"),
 }
 
@@ -397,20 +415,22 @@ FAILING = {
     ("strategy", "place", "is_balanced"),
     slow_but(
         [
+            ("ddp", "unused", False),
             ("fsdp", "multiply", False),
+            ("fsdp", "norm", False),
             ("fsdp", "clip", False),
             ("fsdp", "unscale", False),
             ("ddp", "multiply", True),
             ("ddp", "clip", True),
-            ("fsdp", "clip", True),
+            ("fsdp", "norm", True),
         ],
-        ("fsdp", "multiply", False),
-        ("ddp", "clip", True),
+        ("ddp", "unused", False),
+        ("fsdp", "clip", False),
     ),
 )
 @on_ranks(2, timeout=60)
 def test_a_rank_fails_between_the_reduction_and_its_optimizers(rank, strategy, place, is_balanced):
-    """The other rank waited for its part of the norm, or for the parameters that it owns, until the timeout."""
+    """The other rank waited for what both exchange, or for parameters that it owns, until the timeout."""
     torch.manual_seed(0)
     model, criterion = parallelize(Net(), nn.MSELoss(), ["cpu"], strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -430,9 +450,11 @@ def test_a_rank_fails_between_the_reduction_and_its_optimizers(rank, strategy, p
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(owner, name, staticmethod(fail_once) if name == "clip" else fail_once)
+            is_static = owner is Arithmetic
+            patch.setattr(owner, name, staticmethod(fail_once) if is_static else fail_once)
         expected = pytest.raises(torch.OutOfMemoryError, match="no memory")
+        rows = slice(0 if place == "unused" and rank == 0 else None)
         with expected if rank == 1 else nullcontext():
-            step(*batch(1, rank))
+            step(*[each[rows] for each in batch(1, rank)])
     with pytest.raises(ValueError, match=f"the ranks differ(.|\n)*no memory in the {place}"):
         step(*batch(2, rank))
