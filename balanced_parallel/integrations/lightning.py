@@ -13,7 +13,8 @@ Lightning keeps its loop and its hooks, and a :class:`TrainStep` makes the gradi
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -21,10 +22,17 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torchmetrics import Metric
 
-from .. import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep
+from .. import (
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    TrainStep,
+    convert_sync_batchnorm,
+)
 from ..batch.outputs import detach_outputs, join
 from ..batch.rows import count_rows, move_leaves, take
 from ..loss.copies import ShardLoss
+from ..loss.inside import ForwardNotes
 from ..loss.names import UnknownMeanError
 from ..optim.balanced import refuse_closures
 from ..replicas.module_tree import ModuleTree
@@ -32,16 +40,9 @@ from ..replicas.replicas import copy_buffers
 from ..runtime.devices import DeviceLike, resolve_devices
 from ..strategies.ddp import DistributedModel
 
-Output = dict[str, object]  # The result of training_step, without the loss.
-Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
+# The rows, the result of training_step without the loss, and the calls of log().
+ShardResult = tuple[int, dict[str, object], list[Any]]
 LOSS = object()  # Stands for the loss in logged values.
-
-
-class StepResult(NamedTuple):
-    """The loss of a shard. Lightning gets the rest after the update."""
-
-    loss: Any
-    rest: tuple[int, Output, Logged]
 
 
 class StepTask(nn.Module):
@@ -51,36 +52,44 @@ class StepTask(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, inputs: tuple[object, ...]) -> StepResult:
-        """Returns the loss, and the rows with what else the step has returned and logged."""
+    def forward(self, inputs: tuple[object, ...]) -> tuple[Any, ShardResult]:
+        """Returns the loss, and what else the step has returned and logged.
+
+        Lightning gets it after the update.
+        """
         # The first of two passes leaves no trace.
         module = self.module if torch.is_grad_enabled() else twin(self.module)
         updates = count_updates(module)
-        logged: Logged = []
-        loss, output = run(module, inputs, logged)
+        calls: list[Any] = []
+
+        def log(name: str, value: object, *positional: object, **settings: object) -> None:
+            calls.append((name, value, positional, settings))
+
+        device = next(module.parameters()).device
+        for part in module.modules():
+            if "_device" in vars(part):  # self.device of a LightningModule
+                vars(part)["_device"] = device
+        vars(module)["log"] = log
+        try:
+            loss = module.training_step(*in_columns(module, inputs, tuple, list))
+        finally:
+            del vars(module)["log"]
         if len(module.trainer.strategy.replica_devices) > 1 and updates != count_updates(module):
             raise TypeError(
                 "training_step updates a torchmetrics.Metric, of which each replica has a copy, expected none with several "
                 "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
             )
+        output = dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
+        loss = output.pop("loss", None)
         logged = [
-            (name, LOSS if is_loss(value, loss) else value, *more) for name, value, *more in logged
+            (name, LOSS if is_loss(value, loss) else value, *more) for name, value, *more in calls
         ]
-        return StepResult(loss, (count_rows(inputs) or 1, output, logged))
+        return loss, (count_rows(inputs) or 1, output, logged)
 
 
-class StepLoss(nn.Module):
+def scaled_loss(scale: Tensor, loss: Any, result: ShardResult) -> Any:
     """Returns the loss that a step has computed, times the scale of a scaler."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, result: StepResult) -> object:
-        """Returns the loss of a shard."""
-        return result.loss * self.scale
+    return loss * scale
 
 
 class NoLoss(Exception):
@@ -91,33 +100,8 @@ def in_columns(module: Any, inputs: tuple[Any, ...], old: type, new: type) -> tu
     """Returns a batch in another container, if its entries are columns, not rows."""
     loader = module.trainer.train_dataloader
     has_columns = isinstance(loader, list) or getattr(loader, "collate_fn", None) is default_collate
-    if has_columns and inputs and type(inputs[0]) is old:
-        return new(inputs[0]), *inputs[1:]
-    return inputs
-
-
-def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> tuple[Any, Output]:
-    """Calls ``training_step``. Returns the loss, and its other results.
-
-    Values that it logs are kept: Lightning gets them after the update.
-    """
-
-    def log(name: str, value: object, *positional: object, **settings: object) -> None:
-        logged.append((name, value, positional, settings))
-
-    device = next(module.parameters()).device
-    for part in module.modules():
-        if "_device" in vars(part):  # self.device of a LightningModule
-            vars(part)["_device"] = device
-    vars(module)["log"] = log
-    try:
-        output = module.training_step(*in_columns(module, inputs, tuple, list))
-    finally:
-        del vars(module)["log"]
-    if not isinstance(output, Mapping):
-        return output, {}
-    others = dict(output)
-    return others.pop("loss", None), others
+    batch, *others = inputs
+    return (new(batch), *others) if has_columns and type(batch) is old else inputs
 
 
 def is_loss(value: object, loss: object) -> bool:
@@ -127,6 +111,11 @@ def is_loss(value: object, loss: object) -> bool:
     if isinstance(value, Tensor):
         return value.data_ptr() == loss.data_ptr()
     return type(value) is float and str(value) == str(loss.item())
+
+
+def count_trained(module: nn.Module) -> int:
+    """Returns the number of parameters that are trained."""
+    return sum(parameter.requires_grad for parameter in module.parameters())
 
 
 def count_updates(module: nn.Module) -> list[int]:
@@ -169,57 +158,63 @@ class ExactSteps(Strategy):
     """
 
     replica_devices: Sequence[DeviceLike] = ()
+    _layer_sync: Any = None  # Lightning sets it for sync_batchnorm=True.
 
     def setup(self, trainer: Any) -> None:
         """Sets up the module and its optimizers, and the :class:`TrainStep` of a fit."""
+        if self._layer_sync:
+            convert_sync_batchnorm(self.lightning_module)
+            self._layer_sync = None
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        # rows, output and logged values of each shard of this window
-        self._results: list[tuple[int, Output, Logged]] = []
-        self._step: TrainStep | None = None
-        self._loss = StepLoss()
+        self._results: list[ShardResult] = []  # those of the shards of this window
+        self._scale = torch.ones((), device=self.root_device)
         module: Any = self.lightning_module
-        devices = self.replica_devices or [self.root_device]
-        # One device alone may run any loop.
-        self._is_by_hand = (
-            not module.automatic_optimization and len(devices) * trainer.world_size == 1
-        )
-        if self._is_by_hand:
-            return
+        self._devices = self.replica_devices or [self.root_device]
+        self._is_alone = len(self._devices) * trainer.world_size == 1
+        if self._is_alone and not module.automatic_optimization:
+            return  # One device alone may run any loop.
         if not module.automatic_optimization or module._compiler_ctx is not None:
             raise TypeError(
                 f"{type(module).__name__} is compiled, or has automatic_optimization=False, expected neither: compile a part of "
                 "it, or call a TrainStep in its training_step, with a strategy of Lightning"
             )
-        task = StepTask(module)
-        self._replicas = (
-            DistributedModel(task, self.root_device, None)
-            if trainer.world_size > 1
-            else DataParallelModel(task, devices)
-        )
-        self._replicas.register_forward_hook(self._keep_results)
+        self._wrap(module)
         # Lightning calls it between forward and backward, and a TrainStep clears itself.
         self._zero_grad = module.optimizer_zero_grad
         vars(module)["optimizer_zero_grad"] = lambda *arguments: None
 
+    def _wrap(self, module: Any) -> None:
+        """Wraps the module. Ranks share the gradients of what it trains then."""
+        task = StepTask(module)
+        self._replicas = (
+            DistributedModel(task, self.root_device, None)
+            if module.trainer.world_size > 1
+            else DataParallelModel(task, self._devices)
+        )
+        self._replicas.note(ForwardNotes(may_stop=False), anew=True)  # Parts may be compiled.
+        self._replicas.register_forward_hook(self._keep_results)
+        self._step: TrainStep | None = None
+        self._trained = count_trained(module)
+
     def _make_step(self, inputs: tuple[object, ...], *, is_split: bool) -> TrainStep:
         for user in self.optimizers:
             refuse_closures(type(user), type(self).__name__)
-        criterion = DataParallelCriterion(self._loss)
+        criterion = DataParallelCriterion(partial(scaled_loss, self._scale))
         if is_split:
             task = StepTask(twin(self.lightning_module).eval())
             row = move_leaves(take(inputs, range(1)), self.root_device)
             with suppress(Exception):  # It may have no loss in evaluation mode.
-                criterion.learn(ShardLoss(lambda *row: task(row).loss, 1, row, (), {}))
-        optimizer = NoOptimizer(self.lightning_module.parameters(), {})
-        return TrainStep(self._replicas, criterion, optimizer)
+                criterion.learn(ShardLoss(lambda *row: task(row)[0], 1, row, (), {}))
+        parameters = self.lightning_module.parameters()
+        return TrainStep(self._replicas, criterion, NoOptimizer(parameters, {}))
 
     def _keep_results(self, model: nn.Module, inputs: object, outputs: PerReplica) -> None:
-        results = [result.rest for result in detach_outputs(outputs, None)]
+        results = [result for _, result in detach_outputs(outputs, None)]
         if torch.is_grad_enabled():
             self._results += results
-        without = sum(not isinstance(result.loss, Tensor) for result in outputs)
+        without = sum(not isinstance(loss, Tensor) for loss, _ in outputs)
         if not without:
             return
         batches = self.lightning_module.trainer.accumulate_grad_batches
@@ -229,37 +224,41 @@ class ExactSteps(Strategy):
                 f"accumulate_grad_batches={batches}, expected a loss for each, or for none and accumulate_grad_batches=1"
             )
         self._results = results
-        raise NoLoss(results[0][1] or outputs[0].loss)
+        raise NoLoss(results[0][1] or outputs[0][0])
 
-    def training_step(self, *inputs: object, **settings: object) -> Any:
+    def training_step(self, *inputs: object) -> Any:
         """Makes the gradients of a batch, after the last one those of the update.
 
         Returns the result of the module. Its loss is that of the update then, and zero before.
         """
-        if self._is_by_hand:
-            return super().training_step(*inputs, **settings)
         module: Any = self.lightning_module
+        if not module.automatic_optimization:
+            return super().training_step(*inputs)
         batches = module.trainer.accumulate_grad_batches
-        is_split = batches * len(self._replicas.devices) * module.trainer.world_size > 1
-        loss = torch.zeros((), device=self.root_device)
+        loss = 0 * self._scale
         scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else scaler.scale(loss + 1)
+        self._scale.fill_(1.0 if scaler is None else scaler.scale(loss + 1))
         before = len(self._results)
-        if module.trainer.fit_loop.batch_idx % batches == 0:
+        loop = module.trainer.fit_loop
+        if loop.batch_idx % batches == 0 and not loop._skip_backward:
             self._clear_gradients(module)
+            if self._trained != count_trained(module):
+                self._wrap(module)
         # The entries of a list may be rows.
         inputs = in_columns(module, inputs, list, tuple)
-        is_last = not module.trainer.fit_loop._should_accumulate()
+        is_last = loop._skip_backward or not loop._should_accumulate()
         try:
             with self.precision_plugin.train_step_context():
-                self._step = step = self._step or self._make_step(inputs, is_split=is_split)
-                self._loss.scale.fill_(scale)
-                if is_last:
-                    loss = step((inputs,)) / scale
+                self._step = step = self._step or self._make_step(
+                    inputs, is_split=batches > 1 or not self._is_alone
+                )
+                if loop._skip_backward:  # Averaged weights get the statistics of batch norm.
+                    loss = step.criterion(self._replicas(inputs)).detach()
+                elif is_last:
+                    loss = step((inputs,))
                 else:
                     step.add((inputs,))
         except NoLoss as error:
-            vars(self._replicas).pop("noting", None)  # It has seen a forward without sums.
             self._log(loss)
             return error.args[0]
         except UnknownMeanError as error:
@@ -268,10 +267,11 @@ class ExactSteps(Strategy):
                 "training_step, with a strategy of Lightning (docs/recipes/lightning.md)"
             )
             raise
+        loss = loss / self._scale
         outputs = [output for _, output, _ in self._results[before:]]
         if is_last:
             self._log(loss)
-        result: Output = join(outputs, loss.device, 0) if len(outputs) > 1 else dict(*outputs)
+        result: Any = join(outputs, loss.device, 0) if len(outputs) > 1 else dict(*outputs)
         # Lightning divides it by the number of batches, and runs its backward.
         result["loss"] = (loss * batches).requires_grad_()
         return result
@@ -280,8 +280,11 @@ class ExactSteps(Strategy):
         """Calls the hook of the module at the beginning of a window."""
         optimizer = self.optimizers[0]
         self._zero_grad(module.current_epoch, module.trainer.fit_loop.batch_idx, optimizer)
-        groups = optimizer.param_groups[:1]  # There is none if nothing is optimized.
-        gradients = [parameter.grad for group in groups for parameter in group["params"]]
+        gradients = [
+            parameter.grad
+            for group in optimizer.param_groups[:1]  # There is none if nothing is optimized.
+            for parameter in group["params"]
+        ]
         if any(gradient is not None and gradient.any() for gradient in gradients):
             raise ValueError(
                 f"optimizer_zero_grad of {type(module).__name__} leaves gradients, expected that it clears them: accumulate over "
@@ -289,17 +292,20 @@ class ExactSteps(Strategy):
             )
 
     def _log(self, loss: Tensor) -> None:
-        """Logs the values of each shard, and that of the update for a loss."""
-        for rows, _, logged in self._results:
+        """Logs the value of the update for a loss, and for others that of all shards."""
+        for shard in self._results:
+            rows, _, logged = shard
             for name, value, positional, settings in logged:
-                number = loss if value is LOSS else value
                 settings["batch_size"] = settings.get("batch_size") or rows
-                self.lightning_module.log(name, number, *positional, **settings)
+                if value is LOSS:  # A sum has it once.
+                    is_sum = "sum" in str(settings.get("reduce_fx"))
+                    value = loss * (shard is self._results[-1] or not is_sum)
+                self.lightning_module.log(name, value, *positional, **settings)
         self._results = []
 
     def teardown(self) -> None:
         """Gives the hook back to the module."""
-        self.lightning_module.__dict__.pop("optimizer_zero_grad", None)
+        vars(self.lightning_module).pop("optimizer_zero_grad", None)
         super().teardown()
 
 

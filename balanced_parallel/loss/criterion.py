@@ -176,14 +176,18 @@ class DataParallelCriterion(nn.Module):
         """Learns from a row whether one pass is enough for the loss."""
         self.kind = self.kind.learned_from(row)
 
+    def forget(self) -> None:
+        """Forgets what batches have shown of the loss."""
+        self.kind = kind_of(
+            self.module, self.weight, self.arguments["reduction"], self.whole, self.minimum
+        )
+
     def follow_reduction(self) -> Kind:
         """Returns the kind of the loss: another one if ``module.reduction`` was set."""
         reduction = getattr(self.module, "reduction", None)
         if reduction != self._reduction:
             self._reduction = reduction
-            self.kind = kind_of(
-                self.module, self.weight, self.arguments["reduction"], self.whole, self.minimum
-            )
+            self.forget()
         return self.kind
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batch import containers
 from ..replicas.all_rows import sum_over_rows
+from ..replicas.batchnorm import gather_statistics
 from ..runtime.torch_private import (
     PACK_NAME,
     base_of,
@@ -258,12 +259,15 @@ class SumNotes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, and notes a sum, or an operation on sums."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # Compiled code is not seen, and runs for others too.
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__" and func.__self__.__name__ in columns.TRANSPOSES:
             name = func.__self__.__name__
         is_property = name in _PROPERTIES and type(args[0]) is Tensor
         # The rows of a shard are computed of a sum of all of them.
-        if func is sum_over_rows or (is_property and self._facts.of(args[0]) is None):
+        is_of_all = func in (sum_over_rows, gather_statistics)
+        if is_of_all or (is_property and self._facts.of(args[0]) is None):
             return func(*args, **kwargs)
         if func in RULES or not self._is_unknown(name, args, kwargs):
             return self._call(func, args, kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..runtime.collectives import gather_rows, second_group, world_size
 from ..runtime.torch_private import BatchNorm
@@ -177,7 +178,7 @@ class AllRowsBatchNorm(BatchNorm):
             return BatchNorm.forward(self, input)  # nn.SyncBatchNorm's refuses the CPU.
         dims = [0, *range(2, input.dim())]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        count, mean, squares = _combine(_gather_statistics(values, dims))
+        count, mean, squares = _combine(gather_statistics(values, dims))
         if count <= 1:
             raise ValueError(
                 f"batch norm was given {tuple(input.shape)}, expected more than 1 value per channel in training"
@@ -246,10 +247,14 @@ def _refuse_chunks(layer: nn.Module, input: Tensor) -> None:
 Statistics = tuple[int, Tensor]
 
 
-def _gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:
+def gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:
     """Returns the statistics of every replica and rank, on the device of ``values``, the rows of
     this replica.
     """
+    if has_torch_function_unary(values):
+        # Modes of torch see one call, in place of sums over the rows of a shard.
+        seen: list[Statistics] = handle_torch_function(gather_statistics, (values,), values, dims)
+        return seen
     count = values.numel() // max(values.size(1), 1)
     mean = values.sum(dims) / max(count, 1)
     squares = (values - mean.view(1, -1, *(1 for _ in dims[1:]))).square().sum(dims)

@@ -382,6 +382,7 @@ class TrainStep(SaysInstead):
                 if self._has_ranks:
                     collectives.explain_timeout(error)
                 elif isinstance(error, ChangedLossError):
+                    self.criterion.forget()
                     self._kind = self._first_kind()
                 if update.has_parted:  # The other ranks learn of it in the next reduction.
                     failure = f"failed with {type(error).__name__}: {error}"
