@@ -278,22 +278,27 @@ class Option:
         ]
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
-        """Returns the rows that fit on each device in one forward, at most ``share``."""
+        """Returns the rows that fit on each device in one forward, at most ``share``.
+
+        Devices of one size have equal shares: each has at most the rows of those before it.
+        """
         lines = self.lines(micro_batches)
+        most: dict[int, int] = {}
+        for device in dict.fromkeys(self.request.traced_devices):
+            bound = share if self._may_differ else min([share, *most.values()])
+            most[device] = self._most_rows_of(lines, device, bound)
+        return [most[device] for device in self.request.traced_devices]
+
+    def _most_rows_of(self, lines: Lines, device: int, bound: int) -> int:
+        limit = self.limits[device]
         step = self.step
-
-        @functools.cache
-        def most(device: int) -> int:
-            limit = self.limits[device]
-            # The first search takes no replay.
-            bound = most_that_fit(
-                lambda rows: lines.at_least(device, rows * step) + self.context <= limit, share
-            )
-            return most_that_fit(
-                lambda rows: lines.reserved(device, rows * step, limit) is not None, bound
-            )
-
-        return [most(device) for device in self.request.traced_devices]
+        # The first search takes no replay.
+        bound = most_that_fit(
+            lambda rows: lines.at_least(device, rows * step) + self.context <= limit, bound
+        )
+        return most_that_fit(
+            lambda rows: lines.reserved(device, rows * step, limit) is not None, bound
+        )
 
     def _may_fit_at_once(self) -> bool:
         """Returns False if the batch does not fit in one micro-batch, which saves at most the
@@ -306,17 +311,21 @@ class Option:
         peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
+    @property
+    def _may_differ(self) -> bool:
+        """True for devices of several sizes in one process."""
+        return not self.is_distributed and len(set(self.limits)) > 1
+
     def _cut(self) -> MicroBatches:
         """Cuts the batch into the fewest micro-batches that fit, in equal shares if these fit."""
-        may_differ = not self.is_distributed and len(set(self.limits)) > 1
-        share = self.batch_size if may_differ else self.share
+        share = self.batch_size if self._may_differ else self.share
         if self.is_whole:
             rows = self.most_rows(1, share)
             return MicroBatches(1 if min(rows) == share else 0, None, [share])
         # A loss that couples rows needs less memory in two passes, which one micro-batch does not
         # take.
         most = self.most_rows(2, max(share // 2, 1) if self.request.couples_rows else share)
-        unequal = may_differ and min(most) < self.share
+        unequal = self._may_differ and min(most) < self.share
         cut = self._cut_at(most, unequal)
         if cut.number != 1 and self._may_fit_at_once():
             at_once = self._cut_at(self.most_rows(1, share), unequal)

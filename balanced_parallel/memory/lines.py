@@ -6,7 +6,6 @@ through two peaks would be wrong.
 """
 
 import bisect
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -208,7 +207,7 @@ class Lines:
         live = in_use[in_use > 0] - 1
         sizes = self.sizes(rows)
         return [
-            dataclasses.replace(self.first.blocks[n], size=int(sizes[n]))
+            self.first.blocks[n]._replace(size=int(sizes[n]))
             for n in live
             if self._devices[n] == device
         ]
