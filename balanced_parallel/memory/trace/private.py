@@ -66,7 +66,7 @@ def active_fake_mode() -> FakeTensorMode | None:
 
 
 def make_fake(
-    mode: FakeTensorMode,
+    mode: FakeTensorMode | None,
     shape: torch.Size,
     stride: tuple[int, ...],
     offset: int,

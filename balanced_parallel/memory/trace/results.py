@@ -133,20 +133,19 @@ def _result(leaf: Any, args: Sequence[object], shared: Sequence[int]) -> Any:
     """
     if type(leaf) is not FakeTensor or not _is_usual(leaf) or leaf.requires_grad:
         return NotImplemented
-    storage = leaf.untyped_storage()
-    count = shared.count(storage_id(storage))
+    key = storage_id(leaf.untyped_storage())
+    offset = int(leaf.storage_offset())
+    attributes = vars(leaf) | {"fake_mode": None}
+    result = Result(leaf.shape, leaf.stride(), offset, leaf.dtype, attributes, None, False)
+    if key not in shared:
+        size = make_fake(None, *result[:5]).untyped_storage().nbytes()
+        is_whole = not offset and size == leaf.untyped_storage().nbytes()
+        return result if is_whole else NotImplemented
     sources = [
         place
-        for place, value in enumerate(args if count else ())
-        if type(value) is FakeTensor and storage_id(value.untyped_storage()) == storage_id(storage)
+        for place, value in enumerate(args)
+        if type(value) is FakeTensor and storage_id(value.untyped_storage()) == key
     ]
-    offset = int(leaf.storage_offset())
-    steps = zip(leaf.shape, leaf.stride(), strict=True)
-    end = 1 + sum((size - 1) * step for size, step in steps) if leaf.numel() else 0
-    is_new = not (count or offset) and storage.nbytes() == end * leaf.itemsize
-    if not is_new and (count != 1 or not sources):
+    if not sources or shared.count(key) > 1:  # Another call may not share the memory.
         return NotImplemented
-    source = sources[0] if sources else None
-    is_source = source is not None and args[source] is leaf
-    attributes = vars(leaf) | {"fake_mode": None}
-    return Result(leaf.shape, leaf.stride(), offset, leaf.dtype, attributes, source, is_source)
+    return result._replace(source=sources[0], is_source=args[sources[0]] is leaf)
