@@ -421,6 +421,7 @@ SINGLE_IMPORTER = {
     "loss.columns": "dimensions, which notes of sums need",
     "memory.allocator": "the rules of the allocator of torch",
     "memory.trace.doubles": "savings; the tracer runs updates",
+    "memory.trace.results": "facts of results; the counter records memory",
     "reproducible.groups": "sums over ranks",
     "reproducible.kinds": "losses, beside gradients",
     "reproducible.numbered_rows": "reproducible=True alone",

@@ -202,6 +202,8 @@ class Option:
         self.part = 1 - MARGIN_OF_SHARDS * has_margin  # This part of a device may be full.
         # bytes for what a trace has
         self.limits = [int(size * self.part) - SCALARS for size in sizes]
+        # Devices of several sizes in one process may have unequal shares.
+        self.may_differ = not self.is_distributed and len(set(sizes)) > 1
         self.parameters = sum(parameter.nbytes for parameter in request.module.parameters())
         self.learned = trained(request.module.parameters())
         self.gradients = sum(parameter.nbytes for parameter in self.learned)
@@ -243,7 +245,7 @@ class Option:
             lines = Lines(request, *traces)
             if not lines.is_affine:
                 raise ValueError(
-                    "with twice the rows the module runs other operators: see memory.estimate for each number of rows"
+                    f"with twice the rows the module runs {lines.difference}: see memory.estimate for each number of rows"
                 )
             self.traced[several] = lines
         return self.traced[several]
@@ -278,22 +280,27 @@ class Option:
         ]
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
-        """Returns the rows that fit on each device in one forward, at most ``share``."""
+        """Returns the rows that fit on each device in one forward, at most ``share``.
+
+        Devices of one size have equal shares: each has at most the rows of those before it.
+        """
         lines = self.lines(micro_batches)
+        most: dict[int, int] = {}
+        for device in dict.fromkeys(self.request.traced_devices):
+            bound = share if self.may_differ else min([share, *most.values()])
+            most[device] = self._most_rows_of(lines, device, bound)
+        return [most[device] for device in self.request.traced_devices]
+
+    def _most_rows_of(self, lines: Lines, device: int, bound: int) -> int:
+        limit = self.limits[device]
         step = self.step
-
-        @functools.cache
-        def most(device: int) -> int:
-            limit = self.limits[device]
-            # The first search takes no replay.
-            bound = most_that_fit(
-                lambda rows: lines.at_least(device, rows * step) + self.context <= limit, share
-            )
-            return most_that_fit(
-                lambda rows: lines.reserved(device, rows * step, limit) is not None, bound
-            )
-
-        return [most(device) for device in self.request.traced_devices]
+        # The first search takes no replay.
+        bound = most_that_fit(
+            lambda rows: lines.at_least(device, rows * step) + self.context <= limit, bound
+        )
+        return most_that_fit(
+            lambda rows: lines.reserved(device, rows * step, limit) is not None, bound
+        )
 
     def _may_fit_at_once(self) -> bool:
         """Returns False if the batch does not fit in one micro-batch, which saves at most the
@@ -308,15 +315,14 @@ class Option:
 
     def _cut(self) -> MicroBatches:
         """Cuts the batch into the fewest micro-batches that fit, in equal shares if these fit."""
-        may_differ = not self.is_distributed and len(set(self.limits)) > 1
-        share = self.batch_size if may_differ else self.share
+        share = self.batch_size if self.may_differ else self.share
         if self.is_whole:
             rows = self.most_rows(1, share)
             return MicroBatches(1 if min(rows) == share else 0, None, [share])
         # A loss that couples rows needs less memory in two passes, which one micro-batch does not
         # take.
         most = self.most_rows(2, max(share // 2, 1) if self.request.couples_rows else share)
-        unequal = may_differ and min(most) < self.share
+        unequal = self.may_differ and min(most) < self.share
         cut = self._cut_at(most, unequal)
         if cut.number != 1 and self._may_fit_at_once():
             at_once = self._cut_at(self.most_rows(1, share), unequal)

@@ -284,7 +284,7 @@ def lines_of(request: Request, rows: int) -> OtherBatches:
     # one row is a special case for torch: broadcasting, strides
     base = request.round_up(max(rows, 2))
     counts = sorted({rows, base, 2 * base})
-    reason = "twice the rows ran other operators"
+    reason = ""
     if request.couples_rows and request.micro_batches == 1:
         counts = counts[:1]
         reason = "the loss of all rows may need memory for each pair of them"
@@ -299,6 +299,7 @@ def lines_of(request: Request, rows: int) -> OtherBatches:
     exact = Lines(request, traces[0])
     lines = Lines(request, *traces[-2:]) if len(traces) > 1 else exact
     if not lines.is_affine:
+        reason = reason or f"twice the rows ran {lines.difference}"
         warnings.warn(
             f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows",
             stacklevel=4,

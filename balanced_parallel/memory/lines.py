@@ -6,8 +6,8 @@ through two peaks would be wrong.
 """
 
 import bisect
-import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -71,12 +71,17 @@ class Lines:
         """True if the same operators allocated and released memory in both traces, so that other
         numbers of rows are known.
         """
-        if self.second is None or self.first.events != self.second.events:
-            return False
-        return all(
-            block.operator == other.operator
-            for block, other in zip(self.first.blocks, self.second.blocks, strict=True)
-        )
+        return self.second is not None and not self.difference
+
+    @functools.cached_property
+    def difference(self) -> str:
+        """The first operators that differ between the traces, as text; empty if none do."""
+        second = self.second or self.first
+        operators = [[block.operator for block in trace.blocks] for trace in (self.first, second)]
+        for before, after in itertools.zip_longest(*operators, fillvalue="nothing"):
+            if before != after:
+                return f"{after} in place of {before}"
+        return "" if self.first.events == second.events else "releases in another order"
 
     def sizes(self, rows: int) -> Numbers:
         """Returns the bytes of each block, without the allocator's rounding."""
@@ -208,7 +213,7 @@ class Lines:
         live = in_use[in_use > 0] - 1
         sizes = self.sizes(rows)
         return [
-            dataclasses.replace(self.first.blocks[n], size=int(sizes[n]))
+            self.first.blocks[n]._replace(size=int(sizes[n]))
             for n in live
             if self._devices[n] == device
         ]

@@ -15,6 +15,7 @@ memory of their elements in a scalar result, because torch reduces them in place
 """
 
 import contextlib
+import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,21 +52,31 @@ _FP32 = (  # noqa: SIM905
 def cuda_choices(fuses: bool) -> Iterator[None]:
     """Gives fake CPU tensors in this block the operators of CUDA, also for attention if ``fuses``."""
     fused = {"scaled_dot_product_attention": _attention} if fuses else {}
-    # No public function reads or changes the lists of autocast.
-    registrations = torch._C._dispatch_get_registrations_for_dispatch_key
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    widened, unchanged = _autocast_differences()
     with autograd_kernels({"dropout": _dropout, "lstm.input": _lstm, **fused}) as library:
-        for name in _FP32:
-            base, _, overload = name.partition(".")
-            operator = getattr(getattr(_aten, base, None), overload or "default", None)
-            if operator is not None and not has_kernel(operator.name(), "AutocastCPU"):
-                library.impl(name, _in_float32(operator), "AutocastCPU")
-        for name in registrations("AutocastCPU"):
-            if name.startswith("aten::") and not has_kernel(name, "AutocastCUDA"):
-                library.impl(
-                    name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True
-                )
+        for name, operator in widened.items():
+            library.impl(name, _in_float32(operator), "AutocastCPU")
+        for name in unchanged:
+            library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
         yield
+
+
+@functools.cache
+def _autocast_differences() -> tuple[dict[str, Any], list[str]]:
+    """Returns the operators that only CUDA's autocast casts to float32, and names that only the
+    CPU's casts.
+    """
+    # No public function reads the lists of autocast.
+    registrations = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    widened = {}
+    for name in _FP32:
+        base, _, overload = name.partition(".")
+        operator = getattr(getattr(_aten, base, None), overload or "default", None)
+        if operator is not None and not has_kernel(operator.name(), "AutocastCPU"):
+            widened[name] = operator
+    names = [name for name in registrations if name.startswith("aten::")]
+    return widened, [name for name in names if not has_kernel(name, "AutocastCUDA")]
 
 
 def _in_float32(operator: Callable[..., object]) -> Callable[..., object]:

@@ -36,6 +36,7 @@ from .problem import LossFunction, Problem
 from .report import Capacity, MemoryReport, json_of, parse_each, verdict_of, write_page
 from .savings import PLANNED, PlannedSaving, savings_of
 from .trace.layouts import OptimizerChoice, wrap
+from .trace.stacks import find_stack
 from .trace.tracer import keeping_processes
 
 _NOTES = {
@@ -407,6 +408,7 @@ def plan(
             f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'"
         )
     limits = parse_each(capacity, devices) * hosts
+    request = dataclasses.replace(request, stack=find_stack(module))
     with keeping_processes(request, seconds):
         search = Search(request, limits, batch_size, hosts)
         search.run()

@@ -83,6 +83,7 @@ class Request:
     keeps_gradients: bool = False  # The loop clears them behind the forward.
     # Each gradient has a bucket with 0, so that blocks repeat. The memory lacks that of some buckets.
     bucket_bytes: int | None = None
+    stack: Any = None  # the equal blocks of the module, if they were looked for
     # A trace has so many of a stack of equal blocks; None for all.
     blocks: tuple[Any, int] | None = None
 

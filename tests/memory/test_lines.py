@@ -74,3 +74,20 @@ def test_the_loss_without_logits_is_a_line_below_and_above_one_chunk(length, dev
         whole = report.batches.trace(at)
         assert report.at(at) == whole.allocated_by_device(at)
         assert report.batches.lines.flops(at) == whole.first.flops
+
+
+class Switch(nn.Module):
+    """Runs another operator for more than two rows."""
+
+    def forward(self, inputs):
+        return torch.tanh(inputs) if len(inputs) < 3 else torch.sigmoid(inputs)
+
+
+def test_an_operator_that_depends_on_the_rows_is_named():
+    net = nn.Sequential(nn.Linear(8, 8), Switch())
+    job = net, nn.MSELoss(), torch.zeros(2, 8), torch.zeros(2, 8)
+    operators = "aten.sigmoid.default in place of aten.tanh.default"
+    with pytest.warns(UserWarning, match=f"twice the rows ran {operators}, so memory is not"):
+        assert not memory.estimate(*job, device_kind="cpu").affine
+    with pytest.raises(ValueError, match=f"twice the rows the module runs {operators}: see"):
+        memory.plan(*job, batch_size=8, capacity="1GiB", device_kind="cpu")

@@ -1,6 +1,5 @@
 """A record of every allocation and every release during a step on fake tensors, in order."""
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -11,7 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -35,7 +35,8 @@ from ..operators import (
     keep_elements,
     selected,
 )
-from .private import current_node, leaves_of_tree, next_number, number_of, shared_id, storage_id
+from .private import current_node, next_number, number_of, shared_id, storage_id, tensors_of
+from .results import run_once
 from .values import Values
 
 _TORCH = f"{torch.__path__[0]}/"
@@ -63,8 +64,7 @@ class TracedSides(SideStreams):
             _beside.reset(token)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """The memory of one storage: device, bytes, purpose, and the operator, module and line that
     allocated it.
     """
@@ -181,7 +181,7 @@ class Count(TorchDispatchMode):
         self._count_operations(func, args, kwargs, result)
         keep_elements(func, args, result)
         kind = "communication buckets" if func.namespace in _COMMUNICATES else "temporaries"
-        self.see_all(leaves_of_tree(result), kind, str(func))
+        self.see_all(tensors_of(result), kind, str(func))
         if func in IN_PLACE and isinstance(result, Tensor):
             self._reuse(func, args[0], result)
         self._take_for_operator(func, args, result)
@@ -249,9 +249,9 @@ class Count(TorchDispatchMode):
     ) -> object:
         result = answer(func, args, kwargs, self.scalar, _user_line)
         if result is NotImplemented:
-            return func(*args, **kwargs)
+            return run_once(func, args, kwargs)
         if func in SELECTIONS:
-            shape = tuple(leaves_of_tree(result)[0].shape)
+            shape = tuple(tensors_of(result)[0].shape)
             self.assumed = (
                 f"{_user_line()} was assumed to select all ({func}), in the shape {shape}"
             )
@@ -265,11 +265,9 @@ class Count(TorchDispatchMode):
         for storage in _storages(tensor):
             entry = self._live.get(storage_id(storage))
             if entry is None:
-                place = self._place()
-                self._allocate(
-                    storage, Block(str(tensor.device), storage.nbytes(), kind, operator, *place)
-                )
-            elif kind != "temporaries":
+                facts = str(tensor.device), storage.nbytes(), kind, operator, *self._place()
+                self._allocate(storage, Block(*facts, stream=int(_beside.get())))
+            elif kind not in ("temporaries", self.blocks[entry[1] - 1].kind):
                 self._change(entry[1], kind=kind)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
@@ -279,7 +277,11 @@ class Count(TorchDispatchMode):
             self._release(key)
             self._allocate(
                 storage,
-                dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"),
+                block._replace(
+                    size=storage.nbytes(),
+                    kind="communication buckets",
+                    stream=int(_beside.get()),
+                ),
             )
 
     def see_all(self, tensors: Iterable[object], kind: str, operator: str = "") -> None:
@@ -334,11 +336,11 @@ class Count(TorchDispatchMode):
 
     def _change(self, number: int, **changes: Any) -> None:
         """Changes the device or the kind of a block."""
-        self.blocks[number - 1] = dataclasses.replace(self.blocks[number - 1], **changes)
+        self.blocks[number - 1] = self.blocks[number - 1]._replace(**changes)
 
     def _allocate(self, storage: torch.UntypedStorage, block: Block) -> None:
         key = storage_id(storage)
-        self.blocks.append(dataclasses.replace(block, stream=int(_beside.get())))
+        self.blocks.append(block)
         self.events.append(len(self.blocks))
         self._live[key] = (weakref.ref(storage, lambda _: self._release(key)), len(self.blocks))
 
@@ -368,17 +370,21 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
     module, the criterion and the optimizer.
     """
     module = ""
-    lines = dict[str, str]()
-    for frame, number in traceback.walk_stack(sys._getframe(1)):
-        name = frame.f_code.co_filename
-        if name == _TRACER or (module and "user" in lines):
+    frames = dict[str, FrameType]()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _TRACER or (module and "user" in frames):
             break
-        lines.setdefault(_owner(name), f"{name}:{number}")
+        frames.setdefault(_owner(code.co_filename), frame)
         if not module:  # The key is that of the module whose forward this is, or of the function.
-            code = frame.f_code
             part = frame.f_locals.get("self") if code.co_name == "forward" else None
             module = names.get(shared_id(part) if isinstance(part, nn.Module) else id(code), "")
-    return module, lines.get("user") or lines.get("library", "")
+        frame = frame.f_back
+    innermost = frames.get("user") or frames.get("library")
+    # The number of a line takes long to find.
+    line = f"{innermost.f_code.co_filename}:{innermost.f_lineno}" if innermost else ""
+    return module, line
 
 
 @functools.cache

@@ -20,6 +20,18 @@ next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # Returns all values of nested lists, tuples and dictionaries that are not containers.
 leaves_of_tree = tree_leaves
 
+
+def tensors_of(values: object) -> list[Tensor]:
+    """Returns the tensors among the arguments or the results of an operator."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
 # Returns a tree with each tensor replaced by the result of a function.
 map_tensors = partial(tree_map_only, Tensor)
 
@@ -47,20 +59,32 @@ def shared_id(module: nn.Module) -> int:
     return id(module._state_dict_hooks)
 
 
-class FakeMode(FakeTensorMode):
-    """A fake mode with a short key for its cache of results. That of torch looks for symbolic sizes,
-    and takes a quarter of the time of a trace.
-    """
+def active_fake_mode() -> FakeTensorMode | None:
+    """Returns the fake mode that runs operators here."""
+    mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode
 
-    def _prep_args_for_hash(self, result: list[object], args: Any, *rest: Any) -> None:
-        if isinstance(args, dict):
-            args = *args, *args.values()
-        result.append((type(args), len(args)))
-        for arg in args:
-            if type(arg) is FakeTensor and arg.layout is torch.strided and arg.constant is None:
-                result += arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device
-                result += arg.dtype, arg.requires_grad, arg.is_conj(), arg.is_neg()
-            elif isinstance(arg, (int, float, torch.dtype, torch.device)) or arg is None:
-                result += type(arg), arg  # 1 and 1.0 are not the same
-            else:
-                super()._prep_args_for_hash(result, [arg], *rest)
+
+def make_fake(
+    mode: FakeTensorMode | None,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    attributes: dict[str, Any],
+    storage: torch.UntypedStorage | None = None,
+) -> FakeTensor:
+    """Makes a fake tensor with the attributes of another one, in new memory or in ``storage``."""
+    with torch._C._DisableTorchDispatch():
+        if storage is None:
+            element = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            element = torch.empty(0, dtype=dtype, device="meta")
+            element.set_(storage, offset, shape, stride)
+    device = attributes["_fake_device"]
+    tensor = Tensor._make_subclass(
+        FakeTensor, element, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
+    vars(tensor).update(attributes, fake_mode=mode)
+    return tensor

@@ -244,22 +244,24 @@ def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[tup
         for entries in (short, long)
     )
     places = np.arange(len(short)) + shifts
-    terms = first + (others[places] - first) * more, others[places + lengths] - others[places]
+    starts = (first + (others[places] - first) * more).tolist()
+    steps = (others[places + lengths] - others[places]).tolist()
+    targets = (np.arange(len(short)) + shifts * more).tolist()
     result: list[Any] = [None] * (len(short) + (len(long) - len(short)) * more)
     # The place of a release, and the label that it must be behind.
     releases: list[tuple[int, object]] = []
-    for place, entry in enumerate(short):
-        for repetition in range(more + 1 if lengths[place] else 1):
-            number, size, released = (terms[0][place] + terms[1][place] * repetition).tolist()
+    for place, (entry, length) in enumerate(zip(short, lengths.tolist(), strict=True)):
+        for repetition in range(more + 1 if length else 1):
+            number, size, released = (
+                start + step * repetition
+                for start, step in zip(starts[place], steps[place], strict=True)
+            )
             block = entry.block
             if block is not None and (number, size) != (entry.number, entry.size):
-                block = dataclasses.replace(
-                    block, size=size, module=entry.label[0].replace("#", str(number))
-                )
+                block = block._replace(size=size, module=entry.label[0].replace("#", str(number)))
             releases.append((released, short[entry.released].label))
             extended = Entry(entry.label, number, block, released)
-            target = place + shifts[place] * more + lengths[place] * repetition
-            result[target] = extended, place
+            result[targets[place] + length * repetition] = extended, place
     if not all(
         0 <= place < len(result) and result[place][0].label == label for place, label in releases
     ):
@@ -324,27 +326,37 @@ def extend_traces(shorts: Sequence[Trace], long: Trace, stack: Stack, more: int)
     return [
         replace_entries(
             short,
-            [_with_rows(entry, last[place], other[place]) for entry, place in extended],
+            _with_rows(extended, last, other),
             short.flops + flops * short.rows // shorts[-1].rows,
         )
         for short, other in zip(shorts, sequences, strict=True)
     ]
 
 
-def _with_rows(entry: Entry, before: Entry, other: Entry) -> Entry:
-    """Returns an entry with the size of other rows. It comes from ``before``, which is ``other``
-    with those rows.
+def _with_rows(
+    extended: Sequence[tuple[Entry, int]],
+    before: Sequence[Entry],
+    others: Sequence[Entry],
+) -> list[Entry]:
+    """Returns entries, each with its place in ``before``, with the sizes of other rows: ``others``
+    is ``before`` with those rows.
 
     Raises:
-        NotRepeating: they differ in another way, or the size depends on the number of blocks too.
+        NotRepeating: they differ in another way, or a size depends on the number of blocks too.
     """
-    if before._replace(block=None) != other._replace(block=None):
+    pairs = list(zip(before, others, strict=True))
+    if any(entry._replace(block=None) != other._replace(block=None) for entry, other in pairs):
         raise NotRepeating
-    if entry.block is None or before.size == other.size:
-        return entry
-    if entry.size != before.size:
-        raise NotRepeating
-    return entry._replace(block=dataclasses.replace(entry.block, size=other.size))
+    sizes = [other.size if entry.size != other.size else None for entry, other in pairs]
+    entries = []
+    for entry, place in extended:
+        size = sizes[place]
+        if entry.block is not None and size is not None:
+            if entry.size != before[place].size:
+                raise NotRepeating
+            entry = entry._replace(block=entry.block._replace(size=size))
+        entries.append(entry)
+    return entries
 
 
 def find_repeated(request: Request) -> tuple[Stack, int] | None:
@@ -355,7 +367,7 @@ def find_repeated(request: Request) -> tuple[Stack, int] | None:
     # checkpoints wait for two.
     waits = {"checkpoint_activations", "offload_activations"}.issubset(request.savings)
     count = FEWEST + request.layout.is_sharded + 4 * waits
-    stack = find_stack(request.module)
+    stack = request.stack or find_stack(request.module)
     if stack is None or stack.length < 2 * count + 2 or request.optimizer.has_state:
         return None
     # Devices must divide the parameters of each further block in the same way. Ranks divide whole

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (  # torch has no public module of fake tensors
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.optim import Optimizer
@@ -44,7 +45,7 @@ from . import fakes
 from .allocations import PACKAGE, Count, Trace, ordered
 from .doubles import one_chunk, traced_host
 from .fakes import HOME, host_of
-from .private import FakeMode, leaves_of_tree
+from .private import leaves_of_tree
 from .stacks import NotRepeating, extend_traces, find_repeated
 from .values import is_small
 
@@ -284,7 +285,7 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | ValueError:
 
 def _trace(request: Request, rows: int) -> Trace:
     """Traces the module, or the module with only some blocks of a stack."""
-    mode = FakeMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     stack, number = request.blocks or (None, 0)
     with nullcontext() if stack is None else stack.cut(request.module, number):
         module, criterion, optimizer = fakes.fake_copy(

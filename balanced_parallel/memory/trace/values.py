@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..operators import READS
-from .private import leaves_of_tree, map_tensors, storage_id
+from .private import map_tensors, storage_id, tensors_of
 
 KNOWN = 1024  # elements of an input; results have at most its square
 
@@ -52,12 +52,14 @@ class Values:
         If all values are known, a number, or a result of any size, is theirs.
         """
 
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         writes = func._schema.is_mutable
-        if not tensors or not all(
-            leaf in self._real or (is_small(leaf) and not writes) for leaf in tensors
-        ):
-            if writes:
+        is_known = (
+            (bool(self._real) and leaf in self._real) or (is_small(leaf) and not writes)
+            for leaf in tensors
+        )
+        if not tensors or not all(is_known):
+            if writes and self._real:
                 self._forget(args[:1])
             return run()
         compute = functools.partial(self._compute, func, args, kwargs)
@@ -70,9 +72,9 @@ class Values:
             result = map_tensors(
                 lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), compute()
             )
-        leaves = _tensors(result)
+        leaves = tensors_of(result)
         if all(leaf.numel() <= KNOWN**2 for leaf in leaves):
-            for leaf, real in zip(leaves, _tensors(compute()), strict=True):
+            for leaf, real in zip(leaves, tensors_of(compute()), strict=True):
                 if leaf.shape == real.shape:
                     self._real[leaf] = real
         return result
@@ -80,7 +82,7 @@ class Values:
     def _forget(self, tree: object) -> None:
         """Forgets the values of tensors, and of all that share their storage."""
         written = {
-            storage_id(leaf.untyped_storage()) for leaf in _tensors(tree) if leaf in self._real
+            storage_id(leaf.untyped_storage()) for leaf in tensors_of(tree) if leaf in self._real
         }
         for fake in [fake for fake in self._real if storage_id(fake.untyped_storage()) in written]:
             del self._real[fake]
@@ -96,10 +98,6 @@ class Values:
 
         with _disable_current_modes():
             return func(*map_tensors(value, args), **map_tensors(value, kwargs))
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in leaves_of_tree(tree) if isinstance(leaf, Tensor)]
 
 
 def is_small(tensor: Tensor, times: float = 1.0) -> bool:

@@ -1,0 +1,151 @@
+"""Results of operators on fake tensors, made again for arguments of the same sizes.
+
+A fake kernel takes long: it decomposes an operator, and dispatches each part. The facts of its
+results depend on those of its arguments alone, and a model repeats its operators::
+
+    first call      facts of the arguments  --->  fake kernel  --->  results  --->  their facts
+    later calls     facts of the arguments  --->  facts of the results  --->  new fake tensors
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+# torch has no public module of fake tensors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from .private import active_fake_mode, make_fake, storage_id, tensors_of
+
+Facts = list[object]
+_SIMPLE = {
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+}
+# Sizes depend on values, or an argument gets other sizes.
+_VARYING = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+}
+
+
+class Result(NamedTuple):
+    """The facts of a fake tensor. Its memory is new, or that of the argument at ``source``."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    attributes: dict[str, Any]
+    source: int | None
+    is_source: bool
+
+    def make(self, mode: FakeTensorMode, args: Sequence[Any]) -> Any:
+        """Returns such a tensor for other arguments."""
+        if self.source is None:
+            return make_fake(mode, *self[:5])
+        source = args[self.source]
+        return source if self.is_source else make_fake(mode, *self[:5], source.untyped_storage())
+
+
+# The results of an operator, and the type of their sequence. All traces of a process share them.
+_results: dict[tuple[object, ...], tuple[Callable[[list[Any]], object], list[Result | None]]] = {}
+
+
+def run_once(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
+    """Runs an operator, or makes the results that it has for such arguments."""
+    mode = active_fake_mode()
+    facts: Facts = [
+        func,
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        *kwargs,
+    ]
+    if not (mode and _is_constant(func) and _describe((*args, *kwargs.values()), facts)):
+        return func(*args, **kwargs)
+    key = tuple(facts)
+    if (entry := _results.get(key)) is not None:
+        pack, results = entry
+        return pack([result and result.make(mode, args) for result in results])
+    outcome = func(*args, **kwargs)
+    leaves: Any = outcome if isinstance(outcome, (list, tuple)) else [outcome]
+    shared = [storage_id(each.untyped_storage()) for each in tensors_of((args, kwargs))]
+    described = [leaf if leaf is None else _result(leaf, args, shared) for leaf in leaves]
+    if NotImplemented not in described:
+        _results[key] = _first if leaves is not outcome else type(outcome), described
+    return outcome
+
+
+def _first(leaves: list[Any]) -> object:
+    return leaves[0]
+
+
+@functools.cache
+def _is_constant(func: object) -> bool:
+    """Returns True for an operator whose results depend on sizes alone."""
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "balanced_parallel"):
+        return False
+    is_in_place = func._schema.name.endswith("_")
+    return _VARYING.isdisjoint(func.tags) and (is_in_place or not func._schema.is_mutable)
+
+
+def _describe(values: Iterable[Any], facts: Facts) -> bool:
+    """Adds the facts of arguments. Returns False if others matter too."""
+    for value in values:
+        kind = type(value)
+        if kind in _SIMPLE:
+            facts += kind, value  # 1 and 1.0 are not the same.
+        elif kind in (list, tuple):
+            facts.append(len(value))
+            if not _describe(value, facts):
+                return False
+        elif kind is not FakeTensor or not _is_usual(value):
+            return False
+        else:
+            facts += value.shape, value.stride(), value.storage_offset(), value.dtype
+            facts += value.fake_device, value.requires_grad
+    return True
+
+
+def _is_usual(tensor: FakeTensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.constant is None
+        and not tensor.dtype.is_complex
+        and not tensor.is_neg()
+    )
+
+
+def _result(leaf: Any, args: Sequence[object], shared: Sequence[int]) -> Any:
+    """Returns the facts of a result; ``NotImplemented`` if it is not known from them.
+
+    ``shared`` has the storages of all arguments.
+    """
+    if type(leaf) is not FakeTensor or not _is_usual(leaf) or leaf.requires_grad:
+        return NotImplemented
+    key = storage_id(leaf.untyped_storage())
+    offset = int(leaf.storage_offset())
+    attributes = vars(leaf) | {"fake_mode": None}
+    result = Result(leaf.shape, leaf.stride(), offset, leaf.dtype, attributes, None, False)
+    if key not in shared:
+        size = make_fake(None, *result[:5]).untyped_storage().nbytes()
+        is_whole = not offset and size == leaf.untyped_storage().nbytes()
+        return result if is_whole else NotImplemented
+    sources = [
+        place
+        for place, value in enumerate(args)
+        if type(value) is FakeTensor and storage_id(value.untyped_storage()) == key
+    ]
+    if not sources or shared.count(key) > 1:  # Another call may not share the memory.
+        return NotImplemented
+    return result._replace(source=sources[0], is_source=args[sources[0]] is leaf)
