@@ -214,7 +214,7 @@ def add_parts(step, sizes):
     return run
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), *range(6)))
+@pytest.mark.parametrize("seed", slow_but(range(60), *range(4)))
 def test_any_function_of_sums_is_exact(seed):
     for part in range(5):
         check_step(1000 * part + seed)

@@ -283,31 +283,6 @@ def test_a_model_that_draws_random_numbers_has_a_loss_of_its_rows(size):
     assert losses[0] == pytest.approx(losses[1])
 
 
-class Fitted(nn.Module):
-    """A model that learns its rows by heart."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 1)).double()
-
-    def forward(self, inputs, targets):
-        return (self.layers(inputs) - targets).square().mean()
-
-
-def test_a_loss_may_converge_to_rounding_errors():
-    """Rows alone and together differ by rounding, which is most of a loss of 1e-20."""
-    net = Fitted()
-    inputs = torch.randn(8, 40).double()
-    targets = torch.randn(8, 1).double()
-    step = TrainStep(
-        DataParallelModel(net, ["cpu"] * 2),
-        DataParallelCriterion(lambda loss: loss),
-        sgd(net),
-    )
-    losses = [step((inputs, targets)).item() for _ in range(140)]
-    assert losses[-1] < 1e-20 < losses[0]
-
-
 def test_a_contrastive_loss_of_random_views_is_refused():
     model = DataParallelModel(Contrast(), ["cpu"] * 2)
     with pytest.raises(UnknownMeanError, match="does not add up over the rows") as caught:

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import build_net
+from helpers.slow import slow
 from helpers.steps import still_step
 from torch import nn
 from torch.testing import assert_close
@@ -49,7 +50,7 @@ def update(criterion, micro_batch_size, *batches):
             step(inputs, tuple(targets))
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
+@pytest.mark.parametrize("micro_batch_size", [None, 1, slow(2)])
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_that_is_read_from_values_is_refused(name, micro_batch_size):
     """One row for each replica counts one, with every target and with none: as many as the rows."""
@@ -166,7 +167,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("before", [1, slow(2), 3])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_criterion_that_changes_after_some_batches_is_compared_again(

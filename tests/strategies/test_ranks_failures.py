@@ -189,12 +189,12 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
     return [*values, *weights], errors
 
 
-def check_failures(rank, strategy, loss, reproducible, update, error):
-    """Returns the places in which an error was injected on the last rank."""
+def check_failures(rank, strategy, loss, reproducible, update, error, every):
+    """Returns the places in which an error was injected on the last rank: some of all."""
     monkeypatch = pytest.MonkeyPatch()
     injector = Injector() if rank == 1 else None
     expected, _ = train(rank, strategy, loss, reproducible, update, injector, monkeypatch)
-    places = [injector and injector.places]
+    places = [injector and injector.places[::every]]
     dist.broadcast_object_list(places, src=1)
     tolerance = 0 if reproducible == "bits" else 1e-6
     for place in places[0]:
@@ -215,22 +215,23 @@ def check_failures(rank, strategy, loss, reproducible, update, error):
 
 
 TABLE = [
-    ("ddp", "known", False, 1, ValueError),
-    slow("ddp", "known", "bits", 1, ValueError),
-    ("fsdp", "known", False, 1, ValueError),
-    slow("ddp", "several", True, 1, torch.OutOfMemoryError),
-    slow("fsdp", "own", False, 1, ValueError),
+    ("ddp", "known", False, 1, ValueError, 3),
+    ("fsdp", "known", False, 1, ValueError, 3),
+    slow("ddp", "known", False, 1, ValueError, 1),
+    slow("fsdp", "known", False, 1, ValueError, 1),
+    slow("ddp", "known", "bits", 1, ValueError, 1),
+    slow("ddp", "several", True, 1, torch.OutOfMemoryError, 1),
+    slow("fsdp", "own", False, 1, ValueError, 1),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "loss", "reproducible", "update", "error"), TABLE)
+@pytest.mark.parametrize(("strategy", "loss", "reproducible", "update", "error", "every"), TABLE)
 def test_a_failure_of_one_rank_is_told_wherever_it_is_and_the_step_is_repeated(
-    strategy, loss, reproducible, update, error
+    strategy, loss, reproducible, update, error, every
 ):
-    places, _ = run_ranks(
-        2, check_failures, strategy, loss, reproducible, update, error, timeout=200
-    )
-    assert len(places) > 8
+    settings = strategy, loss, reproducible, update, error, every
+    places, _ = run_ranks(2, check_failures, *settings, timeout=200)
+    assert len(places) * every > 8
 
 
 def check_failed_plan(rank, strategy):
