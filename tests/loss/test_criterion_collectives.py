@@ -9,6 +9,7 @@ import torch.distributed as dist
 from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, plain_program, whole_gradients
 from helpers.ranks import run_ranks
+from helpers.slow import pairs
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, TrainStep, parallelize
@@ -94,9 +95,9 @@ def run(step, by_hand, inputs, targets):
     return loss
 
 
-@pytest.mark.parametrize("by_hand", [True, False])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "strategy", "by_hand"), pairs([*WAYS], ["ddp", "fsdp"], [True, False])
+)
 def test_criterion_that_reduces_its_divisor_is_averaged_over_ranks(way, strategy, by_hand):
     run_ranks(2, check_equal, way, strategy, by_hand, timeout=60)
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.optimizers import sgd
 from helpers.problems import (
     CLASSES,
     assert_exact,
@@ -23,7 +22,6 @@ from balanced_parallel import (
     DataParallelModel,
     PerReplica,
     TrainStep,
-    simulate,
 )
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -501,33 +499,3 @@ def test_any_loss_is_computed_where_nothing_is_split():
             match="the loss of an object of type function is not a function of sums over the rows",
         ):
             count_forwards(loss, micro_batch_size, devices)
-
-
-@pytest.mark.parametrize(("by_hand", "updates"), [(False, 5), (True, 2)])
-def test_the_host_waits_for_no_device_after_the_first_updates(by_hand, updates):
-    """A check of halves waits: it is the 1st, 2nd, 4th, 8th, ... computation of the loss."""
-    net = build_net().float()
-    inputs = torch.randn(8, 4, dtype=torch.float32)
-    target = class_targets(8)
-    with simulate(2) as cluster:
-        model = DataParallelModel(net.to("sim:0"))
-        if by_hand:
-            criterion = DataParallelCriterion(
-                lambda out, target: F.cross_entropy(out, target) + out.abs().mean()
-            )
-            batch = inputs.to("sim:0"), target.to("sim:0")
-        else:
-            criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target))
-            batch = inputs.pin_memory(), target.pin_memory()
-        step = TrainStep(model, criterion, sgd(net), micro_batch_size=2)
-        update = (
-            (lambda: criterion(model(batch[0]), batch[1]).backward())
-            if by_hand
-            else lambda: step(*batch)
-        )
-        for _ in range(updates):
-            update()
-        before = len(cluster.waits)
-        assert before
-        update()
-        assert cluster.waits[before:] == []

@@ -173,6 +173,21 @@ class Orthogonal(OwnLoss):
         return (F.mse_loss(output, target) + penalty).unsqueeze(0)
 
 
+class Detector(OwnLoss):
+    """A loss that is not there in evaluation, of a mean and a root."""
+
+    def loss(self, inputs, target, output):
+        if not self.training:
+            return None
+        return F.mse_loss(output, target) + output.square().mean().sqrt()
+
+
+class MaskedSum(OwnLoss):
+    def loss(self, inputs, target, output):
+        kept = (target > 0.4).double()
+        return ((output - target).abs() * kept).sum() / kept.sum().clamp(min=1)
+
+
 class InCheckpoint(OwnLoss):
     def loss(self, inputs, target, output):
         classes = target.argmax(1)
@@ -403,6 +418,8 @@ PROBLEMS = {
     "a mean in a checkpoint": (linear, mean_in_checkpoint, iter),
     "a root in a checkpoint": (linear, root_in_checkpoint, iter),
     "a checkpoint in the model": (InCheckpoint, own, alone),
+    "a detector": (Detector, own, alone),
+    "a masked sum in the model": (MaskedSum, own, alone),
     "a minimum of the divisor": (
         linear,
         DataParallelCriterion(over_positives, weight=positives_of, minimum=1),

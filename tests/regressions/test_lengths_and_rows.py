@@ -16,26 +16,6 @@ from balanced_parallel import DataParallelCriterion, parallelize
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.mark.parametrize(
-    "criterion",
-    [
-        lambda output, target: F.mse_loss(output, target),
-        lambda output, target: F.binary_cross_entropy_with_logits(output, target),
-        nn.BCEWithLogitsLoss(),
-    ],
-)
-def test_losses_of_torch_over_padded_positions_are_refused(criterion):
-    step = make_step(nn.Linear(4, 5), criterion, devices=1)
-
-    def update():
-        step.add(torch.randn(3, 6, 4), torch.zeros(3, 6, 5))
-        step.add(torch.randn(2, 4, 4), torch.zeros(2, 4, 5))
-        step.apply()
-
-    with pytest.raises(ValueError, match="as if each shard pads to its own longest row"):
-        update()
-
-
 def test_rows_that_are_compared_later_are_seen_in_micro_batches_of_one_row():
     """One row and its copies show nothing, so a sample waits for another row."""
     number = 0

@@ -6,7 +6,7 @@ Each loop equals the plain program, or the error says what to write.
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.loops import CPUS, Calls, assert_equal_program
+from helpers.loops import CPUS, Calls
 from helpers.problems import CLASSES, build_net
 from torch import nn
 from torch.testing import assert_close
@@ -165,19 +165,6 @@ class TestListsOfOutputs:
             [torch.randint(CLASSES, (length,)) for length in lengths],
         )
 
-    def test_a_mean_over_the_parts_of_all_rows_is_exact(self):
-        def mean_of_words(outputs, labels):
-            return F.cross_entropy(torch.cat(outputs), torch.cat(labels))
-
-        module, (texts, labels) = self.outputs(), self.batch()
-        assert_equal_program(
-            module,
-            DataParallelCriterion(mean_of_words),
-            lambda net: mean_of_words(net(texts), labels),
-            (Rows(texts),),
-            (Rows(labels),),
-        )
-
     def test_rows_in_lists_that_cannot_be_joined_are_refused(self):
         def mean_of_texts(outputs, labels):
             pairs = zip(outputs["texts"], labels, strict=False)
@@ -208,16 +195,3 @@ class TestListsOfOutputs:
         expected = mean_of_texts(module(texts), labels).detach()
         criterion = DataParallelCriterion(mean_of_texts, weight="rows")
         assert_close(TrainStep(model, criterion, optimizer, **settings)(*rows), expected)
-
-    def test_scales_of_all_rows_stay_a_list_of_outputs(self):
-        def of_scales(outputs, names):
-            return sum(output.square().mean() for output in outputs)
-
-        inputs = torch.randn(9, 4)
-        assert_equal_program(
-            Calls(lambda net, x: [net(x), net(2 * x)]),
-            DataParallelCriterion(of_scales),
-            lambda net: of_scales(net(inputs), None),
-            (inputs,),
-            (Rows(["name"] * 9),),
-        )

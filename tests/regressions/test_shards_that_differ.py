@@ -80,23 +80,6 @@ def test_a_factor_of_some_micro_batches_is_refused_in_one_pass():
         step(inputs, target)
 
 
-def count_by_truth(output, target):
-    counted = sum(1 for row in target if row[0] > 0)
-    return (output - target).square().sum() / max(counted, 1)
-
-
-def choose_by_truth(output, target):
-    rows = [row for row in range(len(target)) if target[row, 0] > 0]
-    return (output[rows] - target[rows]).square().sum() / max(len(rows), 1)
-
-
-@pytest.mark.parametrize("criterion", [count_by_truth, choose_by_truth])
-def test_a_count_of_true_rows_is_a_number_read_from_values(criterion):
-    step = step_of(make_net(), criterion)
-    with pytest.raises(ValueError, match="number that was read from values"):
-        step(*make_batch())
-
-
 class Counter(nn.Module):
     def __init__(self):
         super().__init__()

@@ -105,6 +105,7 @@ def test_metrics_count_every_row_once(rank):
             targets = targets.split(sizes)[rank]
             outputs = model(x).map(classes)
             reducing.update(outputs.on(targets.device), targets)
+            assert gather([targets], ranks=False).tolist() == targets.tolist()
             predictions = gather(outputs)
             labels = gather([targets])
             gathered += torch.stack([(predictions == labels).sum(), torch.tensor(len(labels))])
