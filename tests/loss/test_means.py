@@ -19,9 +19,7 @@ from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
-    DataParallelModel,
     PerReplica,
-    TrainStep,
 )
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -471,21 +469,6 @@ PASSES = [
 def test_means_over_one_count_take_one_pass_after_the_first_update(criterion, counts):
     assert count_forwards(criterion) == counts
     assert count_forwards(criterion, None) == [2, 2, 2]
-
-
-def test_two_means_without_a_count_change_nothing():
-    """The decay of weights would."""
-    net = build_net()
-    model = DataParallelModel(net, ["cpu"] * 2)
-    criterion = DataParallelCriterion(
-        lambda out, target: F.cross_entropy(out, target).sqrt() + F.cross_entropy(2 * out, target)
-    )
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    with pytest.warns(UserWarning, match="no target of this batch was counted"):
-        assert step(torch.randn(8, 4), torch.full((8,), -100)).isnan()
-    assert_close([parameter.detach() for parameter in net.parameters()], before, rtol=0, atol=0)
 
 
 def test_any_loss_is_computed_where_nothing_is_split():
