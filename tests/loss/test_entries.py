@@ -340,8 +340,7 @@ def test_a_number_that_was_read_from_values_is_not_that_of_one_shard(settings):
 
     net = build_net()
     inputs, targets = batch(0)
-    model = DataParallelModel(net, ["cpu"] * 3)
-    step = TrainStep(model, DataParallelCriterion(criterion), sgd(net, lr=0.0), **settings)
+    step = make_step(net, criterion, devices=3, lr=0.0, **settings)
     for _ in range(3):
         step(inputs, targets)
         with pytest.raises(ValueError, match=r"the value 'accuracy' .* without \.item\(\)"):

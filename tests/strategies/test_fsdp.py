@@ -288,8 +288,7 @@ def test_blocks_that_differ_between_ranks_raise_an_error(rank):
     mine = slice(4 * rank, 4 * rank + 4)
     plain = Experts().double()
     net = Experts().double()
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
-    step = TrainStep(model, criterion, sgd(model, lr=0.0))
+    step = parallel_step(net, strategy="fsdp", lr=0.0)
     mixed_up = r"rank 1 ran the block experts\.2 where rank 0 ran experts\.0, expected the same blocks in the same order"
     for experts, is_same in (
         ([0, 1, 2, 3, 0, 1, 2, 3], True),
@@ -301,12 +300,12 @@ def test_blocks_that_differ_between_ranks_raise_an_error(rank):
             with pytest.raises(RuntimeError, match=mixed_up):
                 step(inputs[mine], targets[mine])
             with pytest.raises(RuntimeError, match=mixed_up), torch.no_grad():
-                model(inputs[mine])
+                step.model(inputs[mine])
             continue
         expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
         assert_update(step, net, (inputs, targets), [4, 4], rank, expected)
         with torch.no_grad():
-            assert_close(model(inputs[mine])[0], plain(inputs[mine]))
+            assert_close(step.model(inputs[mine])[0], plain(inputs[mine]))
 
 
 @on_ranks(2, fresh=True)

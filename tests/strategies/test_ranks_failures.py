@@ -284,9 +284,7 @@ def test_a_loss_that_changes_between_micro_batches_is_told_to_a_rank_without_row
     """The other rank waits for a backward of FSDP2, of which the outputs are needed."""
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
     criterion = DataParallelCriterion(mean_of_squares_or_of_sizes)
-    model, criterion = parallelize(net, criterion, strategy="fsdp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
+    step = parallel_step(net, criterion, strategy="fsdp", micro_batch_size=2)
     inputs, targets, flags = torch.randn(4, 4), torch.randn(4, 5), torch.zeros(4)
     rows = slice(1) if rank == 0 else slice(1, 4)
     for _ in range(2):
@@ -318,8 +316,7 @@ class Counted(nn.Module):
 @on_ranks(2)
 def test_rows_of_an_update_that_failed_do_not_choose_the_buffers_of_the_next(rank):
     net = Counted()
-    model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy="ddp")
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1))
+    step = parallel_step(net, nn.MSELoss(), ["cpu"], strategy="ddp")
     net.left += [0] * (rank == 0)
     with pytest.raises((ValueError, RuntimeError), match=r"no output|1 of 2 ranks failed"):
         step(torch.randn(2, 7), torch.randn(2, 5))
@@ -332,8 +329,7 @@ def test_rows_of_an_update_that_failed_do_not_choose_the_buffers_of_the_next(ran
 @on_ranks(2, timeout=40)
 def test_a_rank_fails_in_the_small_forwards_of_the_first_reproducible_update(rank, forwards):
     net = Counted(*[forwards] * (rank == 0))
-    model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy="ddp")
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1), reproducible=True)
+    step = parallel_step(net, nn.MSELoss(), ["cpu"], strategy="ddp", reproducible=True)
     batch = torch.randn(2, 7), torch.randn(2, 5)
     with pytest.raises((ValueError, RuntimeError), match=r"no output|1 of 2 ranks failed"):
         step(*batch)

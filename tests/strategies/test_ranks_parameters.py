@@ -106,14 +106,13 @@ def test_a_penalty_of_gathered_parameters_counts_on_a_rank_without_rows(rank):
         ):
             (loss + (early if name == "before" else late)).backward()
     module = Net()
-    model, criterion = parallelize(
+    step = parallel_step(
         module,
         lambda output, target: (
             nn.functional.mse_loss(output, target) + module.blocks[0].weight.norm()
         ),
         strategy="fsdp",
     )
-    step = TrainStep(model, criterion, sgd(model))
     with pytest.raises(RuntimeError, match="a loss uses sharded parameters"):
         step(inputs, targets)
 
@@ -162,12 +161,13 @@ def test_a_forward_that_writes_to_gathered_parameters_is_an_error(rank):
     torch.set_default_dtype(torch.float64)
     for spelling in ("data", "in place of data", "no_grad", "out", "foreach"):
         for by_hand in (True, False):
-            model, criterion = parallelize(bounded(spelling), nn.MSELoss(), strategy="fsdp")
-            step = TrainStep(model, criterion, sgd(model))
+            step = parallel_step(bounded(spelling), nn.MSELoss(), strategy="fsdp")
             with pytest.raises(
                 RuntimeError, match=r"a forward writes to [13].weight, .*after the update"
             ):
-                model(torch.ones(3, 4)) if by_hand else step(torch.ones(3, 4), torch.ones(3, 1))
+                step.model(torch.ones(3, 4)) if by_hand else step(
+                    torch.ones(3, 4), torch.ones(3, 1)
+                )
     inputs, targets = batch_of(5, 4)
     for sizes in ([3, 2], [5, 0]):
         plain = bounded("parametrization")
@@ -256,16 +256,14 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
     """Other uses of parameters: gradients inside of a forward, and a block by hand."""
     inputs = torch.randn(3, 4)
     for by_hand in (True, False):
-        model, criterion = parallelize(Forces(), nn.MSELoss(), strategy="fsdp")
-        step = TrainStep(model, criterion, sgd(model))
+        step = parallel_step(Forces(), nn.MSELoss(), strategy="fsdp")
         with pytest.raises(
             RuntimeError, match="gradients were asked for in a forward.* expected strategy='ddp'"
         ):
-            model(inputs) if by_hand else step(inputs, inputs)
+            step.model(inputs) if by_hand else step(inputs, inputs)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model, criterion = parallelize(net, nn.MSELoss(), strategy="fsdp")
+    step = parallel_step(net, nn.MSELoss(), strategy="fsdp")
     net[2](inputs)
-    step = TrainStep(model, criterion, sgd(model))
     with pytest.raises(RuntimeError, match="FSDP state has already been lazily initialized for 2"):
         step(inputs, inputs)
 
@@ -328,12 +326,11 @@ def test_another_state_on_one_rank_is_an_error(rank):
 def test_another_dtype_after_parallelize_is_an_error_and_not_another_gradient(rank, strategy):
     """Buckets of the reducer have the dtype of before."""
     net = nn.Linear(4, 3)
-    model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy=strategy)
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1))
-    model.double()
+    step = parallel_step(net, nn.MSELoss(), ["cpu"], strategy=strategy)
+    step.model.double()
     inputs, targets = torch.randn(2, 4).double(), torch.randn(2, 3).double()
     expected = r"weight came after parallelize, was frozen there, or had another dtype"
     with pytest.raises((ValueError, RuntimeError), match=expected):
         step(inputs, targets)
     with pytest.raises(ValueError, match=expected):
-        model(inputs)
+        step.model(inputs)
