@@ -125,7 +125,6 @@ def test_rows_that_are_equal_in_all_shards_by_chance_are_rows():
         def forward(self, inputs):
             return super().forward(inputs[:, :4]), inputs[:, 4:]
 
-    torch.manual_seed(0)
     inputs = torch.cat([torch.randn(2, 4).repeat(2, 1), torch.randn(4, 2)], dim=1)
     target = torch.randn(4, 3)
 
@@ -163,7 +162,6 @@ def test_an_output_that_has_rows_of_its_own_names_its_size():
 
 def test_a_row_of_an_earlier_update_is_not_joined_with_another_queue():
     """It waited for another row, and was compared with the queue of the first."""
-    torch.manual_seed(0)
     net = nn.Linear(4, 3)
 
     def criterion(output, queue):
@@ -197,7 +195,6 @@ def policy_and_value(choices, value, action):
 
 def test_the_gradient_through_an_object_is_that_of_its_second_pass():
     """The first pass saw no graph behind it, and the policy was never trained."""
-    torch.manual_seed(0)
     assert_exact((1, 2), Actor(), policy_and_value, lambda: torch.randint(3, (9,)))
 
 
@@ -226,7 +223,6 @@ def test_a_row_of_an_update_that_has_failed_is_forgotten():
         loss = F.l1_loss if target.max() > 10 else F.mse_loss
         return loss(output, target)
 
-    torch.manual_seed(0)
     step = make_step(nn.Linear(4, 3), criterion, devices=1, micro_batch_size=1)
     step(torch.randn(4, 4), torch.rand(4, 3))
     with pytest.raises(KeyError, match="a negative target"):

@@ -54,7 +54,6 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("rows", [None, 2])
 def test_a_loss_that_changes_advances_buffers_once(rows):
     """The sums of an update of a single forward are there, and those of several forwards run again."""
-    torch.manual_seed(0)
     net = Counting()
     number = 1
     criterion = lambda *given: {"loss": alternate(number, *given), "mean": given[0].mean()}  # noqa: E731

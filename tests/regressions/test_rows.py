@@ -28,14 +28,11 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class TestOtherDimensions:
-    def time_major(self):
-        return Calls(lambda net, x: net(x))  # [T, B, 4] to [T, B, CLASSES]
-
     def test_time_major_outputs_need_the_dimension_of_the_targets(self):
         x = torch.randn(5, 7, 4)
         target = torch.randint(CLASSES, (5, 7))
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        model = DataParallelModel(self.time_major(), CPUS, dim=1)
+        model = DataParallelModel(build_net(), CPUS, dim=1)
         with pytest.raises(
             ValueError,
             match="the rows of the outputs are in dimension 1, expected dim= for those of the targets, or Along",
@@ -46,11 +43,7 @@ class TestOtherDimensions:
         def function(net, x, state, scale):
             return {"y": net(x + state.sum(0)) * scale.sum(), "state": state * 2}
 
-        class Recurrent(Calls):
-            def forward(self, x, state, scale):
-                return function(self.net, x, state, scale)
-
-        module = Recurrent(None)
+        module = Calls(function)
         x = torch.randn(7, 4)
         state = torch.randn(2, 7, 4)
         scale = torch.rand(5)

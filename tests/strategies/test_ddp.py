@@ -27,7 +27,7 @@ from balanced_parallel import TrainStep, gather, parallelize
 from balanced_parallel.runtime.collectives import gather_objects
 
 
-@on_ranks(2, timeout=200)
+@on_ranks(2)
 def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
     graphs = []
 
@@ -176,7 +176,7 @@ def test_comm_hook_buckets_contain_only_gradients(rank):
             assert_same_gradients(gradients(model.module), expected, 0.02 * largest.item())
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_powersgd_hook_does_not_hang(rank):
     """Callbacks of the hook start collectives, on threads of gloo, while the reducer starts those of the next bucket."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (

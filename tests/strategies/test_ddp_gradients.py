@@ -125,7 +125,6 @@ def test_parameters_that_are_reached_without_a_gradient_have_none(rank):
 @on_ranks(2)
 def test_gradients_do_not_depend_on_the_previous_update(rank):
     """Gradients are divided as they are made, by about what the window before weighed. That must not show in any bit."""
-    torch.manual_seed(0)
     inputs, targets = class_batch(32, 7)
     model, criterion = parallelize(build_net(), nn.CrossEntropyLoss())
     found = []

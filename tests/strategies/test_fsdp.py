@@ -44,7 +44,7 @@ def test_blocks_are_repeated_modules():
 
 
 @pytest.mark.parametrize("way", ["in place", slow("wrapped")])
-@on_ranks(2, timeout=200)
+@on_ranks(2)
 def test_compiled_blocks_equal_the_plain_program(rank, way):
     """Compiled before they are sharded, in both of torch's ways."""
     torch.set_default_dtype(torch.float64)

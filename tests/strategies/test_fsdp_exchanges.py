@@ -189,6 +189,6 @@ def added_rows(rank, strategy, plans):
     ],
 )
 def test_a_batch_without_rows_is_not_the_end_of_a_rank(plans):
-    losses = run_ranks(2, added_rows, "fsdp", plans, timeout=30)
+    losses = run_ranks(2, added_rows, "fsdp", plans)
     assert losses[0] == pytest.approx(losses[1])
     assert losses == [pytest.approx(each) for each in run_ranks(2, added_rows, "ddp", plans)]

@@ -155,7 +155,7 @@ SIZES = [[[2, 2], [1, 0], [2, 1]], [[0, 1], [2, 2]]]
     ("program", "strategy", "sizes"),
     [case for case in pairs([*PROGRAMS], ["ddp", "fsdp"], SIZES) if case[:2] != (penalty, "fsdp")],
 )
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_models_of_one_loss_with_a_rank_without_rows_equal_the_plain_program(
     rank, program, strategy, sizes
 ):

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from balanced_parallel import TrainStep, convert_sync_batchnorm, parallelize
 
+pytestmark = pytest.mark.usefixtures("double")
 STRATEGIES = ("ddp", "fsdp")
 
 
@@ -56,7 +57,6 @@ def assert_gradients(module, plain):
 @on_ranks(2)
 def test_a_penalty_with_a_backward_of_its_own_equals_the_plain_program(rank):
     """So does one in a hook of ``TrainStep``, and with a rank without rows, which counts as much as the other."""
-    torch.set_default_dtype(torch.float64)
     for strategy in STRATEGIES:
         for sizes in ([3, 2], [5, 0], [0, 5]):
             plain = Net()
@@ -85,7 +85,6 @@ def test_a_penalty_with_a_backward_of_its_own_equals_the_plain_program(rank):
 @on_ranks(2)
 def test_a_penalty_of_gathered_parameters_counts_on_a_rank_without_rows(rank):
     """The root has its parameters whole after a forward. Shards in a loss are an error on all ranks."""
-    torch.set_default_dtype(torch.float64)
     plain = Net()
     inputs, targets = batch_of(5)
     (nn.functional.mse_loss(plain(inputs), targets) + plain.embedding.square().sum()).backward()
@@ -158,7 +157,6 @@ def bounded(spelling):
 @on_ranks(2)
 def test_a_forward_that_writes_to_gathered_parameters_is_an_error(rank):
     """FSDP2 would lose it. The ways that the error names are right."""
-    torch.set_default_dtype(torch.float64)
     for spelling in ("data", "in place of data", "no_grad", "out", "foreach"):
         for by_hand in (True, False):
             step = parallel_step(bounded(spelling), nn.MSELoss(), strategy="fsdp")
@@ -180,7 +178,6 @@ def test_a_forward_that_writes_to_gathered_parameters_is_an_error(rank):
 @on_ranks(2)
 def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
     """Ranks of DDP do not part where one has no rows, in its first update and later."""
-    torch.set_default_dtype(torch.float64)
     for spelling in ("data", "in place of data", "no_grad"):
         for way in ("by hand", None):
             net = bounded(spelling)
@@ -214,7 +211,6 @@ class Chunks(nn.Module):
 @on_ranks(2)
 def test_a_converted_batch_norm_of_chunks_is_an_error(rank):
     """Ranks would wait for as many calls. Layers that are called several times with all rows, and once with some, are right."""
-    torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
     inputs = torch.randn(11, 4)
     targets = torch.randn(11, 4)
@@ -327,8 +323,8 @@ def test_another_dtype_after_parallelize_is_an_error_and_not_another_gradient(ra
     """Buckets of the reducer have the dtype of before."""
     net = nn.Linear(4, 3)
     step = parallel_step(net, nn.MSELoss(), ["cpu"], strategy=strategy)
-    step.model.double()
-    inputs, targets = torch.randn(2, 4).double(), torch.randn(2, 3).double()
+    step.model.float()
+    inputs, targets = torch.randn(2, 4).float(), torch.randn(2, 3).float()
     expected = r"weight came after parallelize, was frozen there, or had another dtype"
     with pytest.raises((ValueError, RuntimeError), match=expected):
         step(inputs, targets)
