@@ -6,7 +6,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import send_to_device
 from helpers.optimizers import sgd
-from helpers.ranks import run_ranks
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.testing import assert_close
@@ -18,8 +17,6 @@ from balanced_parallel import (
     DataParallelModel,
     PerReplica,
     TrainStep,
-    gather,
-    parallelize,
 )
 
 INPUTS = torch.arange(20.0).view(5, 4)
@@ -100,25 +97,3 @@ def test_fabric():
     before = model.module.weight.clone()
     TrainStep(wrapped.module, criterion, fabric_optimizer)(INPUTS, TARGETS)
     assert not torch.equal(model.module.weight, before)
-
-
-def run_metric(rank):
-    torchmetrics = pytest.importorskip("torchmetrics")
-    targets = torch.tensor([0, 1, 2, 0, 1])
-    logits = nn.functional.one_hot(torch.tensor([0, 1, 2, 1, 1]), 3).float()
-    rows = slice(3) if rank == 0 else slice(3, 5)
-    model = parallelize(nn.Linear(3, 3, bias=False))
-    nn.init.eye_(model.module.weight)
-    outputs = model(logits[rows]).map(torch.Tensor.detach)
-    metric = torchmetrics.ConfusionMatrix(task="multiclass", num_classes=3)
-    metric.update(outputs.gather(ranks=False), targets[rows])
-    assert gather([targets[rows]], ranks=False).tolist() == targets[rows].tolist()
-    assert gather(outputs).tolist() == logits.tolist()
-    with pytest.raises(ValueError, match="no outputs"):
-        gather([], ranks=False)
-    return metric.compute().tolist()
-
-
-@pytest.mark.slow  # torchmetrics is imported in each rank, which takes seconds
-def test_metrics_that_sum_over_ranks_count_each_row_once():
-    assert run_ranks(2, run_metric) == [[[1, 1, 0], [0, 2, 0], [0, 0, 1]]] * 2

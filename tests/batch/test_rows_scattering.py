@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers.optimizers import sgd
+from helpers.loops import Calls
+from helpers.problems import CLASSES
 from helpers.steps import still_step
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +14,8 @@ from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
-    DataParallelModel,
     Rows,
-    TrainStep,
     Whole,
-    gather,
     scatter,
 )
 from balanced_parallel.batch.plan import split_sizes
@@ -110,24 +108,14 @@ def test_an_empty_list_goes_to_every_replica():
     first, second = scatter({"x": torch.zeros(5, 2), "names": []}, CPUS[:2])
     assert (first["names"], second["names"], len(first["x"])) == ([], [], 3)
 
-    class Hints(torch.nn.Linear):
-        def forward(self, x, hints, extra=None):
-            assert hints == extra["hints"] == []
-            return super().forward(x)
-
-    net = Hints(2, 3)
-    x = torch.randn(7, 2)
-    model = DataParallelModel(net, CPUS)
-    assert_close(gather(model(x, [], extra={"hints": []})), net(x, [], extra={"hints": []}))
-
+    net = Calls(lambda net, x, hints, extra: net(x) + len(hints) + len(extra["hints"]))
     criterion = DataParallelCriterion(
         lambda output, target, names: torch.nn.functional.mse_loss(output, target) + len(names)
     )
-    optimizer = sgd(net)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=1)
-    target = torch.randn(7, 3)
-    expected = torch.nn.functional.mse_loss(net(x, [], extra={"hints": []}), target).detach()
-    assert_close(step({"x": x, "hints": [], "extra": {"hints": []}}, (target, [])), expected)
+    inputs = {"x": torch.randn(7, 4), "hints": [], "extra": {"hints": []}}
+    targets = torch.randn(7, CLASSES), []
+    expected = criterion.module(net(**inputs), *targets)
+    assert_close(still_step(net, criterion, micro_batch_size=1)(inputs, targets), expected.detach())
 
 
 class Pair(NamedTuple):
@@ -167,28 +155,23 @@ def test_a_tuple_with_a_value_for_each_row_is_an_error(place, kind):
     scatter(PLACES[place](x, numbers[:2]), CPUS)  # such as height and width
 
 
-class Scaled(torch.nn.Linear):
-    def forward(self, x, numbers=(1.0,)):
-        return super().forward(x) * sum(numbers)
-
-
 def test_values_of_rows_are_errors_in_keyword_arguments_and_targets():
-    x = torch.zeros(5, 2)
+    x = torch.zeros(5, 4)
     labels = torch.zeros(5, dtype=torch.long)
     numbers = (0.1, 0.2, 0.3, 0.4, 0.5)
-    model = DataParallelModel(Scaled(2, 3), CPUS)
-    with pytest.raises(
-        ValueError, match=r"kwargs\['numbers'\] is a tuple of 5 entries .* float 0\.1"
-    ):
-        model(x, numbers=numbers)
+    net = Calls(lambda net, x, numbers=(1.0,): net(x) * sum(numbers))
 
     def loss(output, labels, *numbers):
         return torch.nn.functional.cross_entropy(output, labels)
 
-    criterion = DataParallelCriterion(loss)
+    step = still_step(net, DataParallelCriterion(loss), micro_batch_size=1)
+    model = step.model
+    with pytest.raises(
+        ValueError, match=r"kwargs\['numbers'\] is a tuple of 5 entries .* float 0\.1"
+    ):
+        model(x, numbers=numbers)
     with pytest.raises(ValueError, match=r"targets\[1\] is a tuple of 5 entries"):
-        criterion(model(x), labels, numbers)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters()), micro_batch_size=1)
+        step.criterion(model(x), labels, numbers)
     with pytest.raises(ValueError, match=r"targets\[1\] is a tuple of 5 entries"):
         step(x, (labels, numbers))
     assert len(model(x[:1], (0.5, 0.5, 0.5))[0]) == 1  # nothing is split

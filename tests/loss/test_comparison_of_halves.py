@@ -7,15 +7,15 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layouts import assert_exact_in_one_process
+from helpers.steps import make_step
 from torch import nn
 from torch.testing import assert_close
 
 from balanced_parallel import (
     DataParallelCriterion,
-    DataParallelModel,
     DiceLoss,
     Rows,
-    TrainStep,
     Whole,
 )
 from balanced_parallel.loss.coupled import WholeLoss
@@ -36,40 +36,56 @@ class Prototypes(nn.Module):
         return self.embed(inputs), 1.0 * self.prototypes
 
 
-def make_step(net, criterion, devices=2, limit=None, lr=0.1):
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    model = DataParallelModel(net, ["cpu"] * devices)
-    return TrainStep(model, DataParallelCriterion(criterion), optimizer, micro_batch_size=limit)
+LAYOUTS = [
+    {"devices": 3},
+    {"devices": 1, "micro_batch_size": 2},
+    {"devices": 2, "micro_batch_size": 1},
+]
 
 
-def assert_equal_to_plain(net, criterion, *targets, updates=2, **layout):
-    """Compares the updates of a step with those of a plain program."""
-    plain = copy.deepcopy(net)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    step = make_step(net, criterion, **layout)
-    for _ in range(updates):
-        inputs = torch.randn(9, 4)
-        output = plain(inputs)
-        expected = criterion(*(output if isinstance(output, tuple) else (output,)), *targets)
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
-        assert_close(step(inputs, *targets), expected.detach())
-    assert_close([*net.parameters()], [*plain.parameters()])
+class Spectrum(nn.Linear):
+    def forward(self, inputs):
+        return torch.fft.fft(super().forward(inputs))
 
 
-LAYOUTS = [{"devices": 3}, {"devices": 1, "limit": 2}, {"devices": 2, "limit": 1}]
+def linear():
+    return nn.Linear(4, 3)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_outputs_of_another_size_are_whole_in_each_half(layout):
-    """Halves of the rows had halves of the prototypes, whose labels were out of bounds."""
+# Each: a net, a loss, and a function that makes targets.
+EXACT = {
+    # Halves of the rows had halves of the prototypes, whose labels were out of bounds.
+    "prototypes": (
+        Prototypes,
+        lambda output, prototypes, target: F.cross_entropy(output @ prototypes.T, target),
+        lambda: torch.randint(7, (9,)),
+    ),
+    # A complex output had no graph: "inputs argument to grad() cannot be empty".
+    "a spectrum": (
+        lambda: Spectrum(4, 3),
+        lambda output, target: (output.abs() - target).square().mean().sqrt(),
+        lambda: torch.rand(9, 3),
+    ),
+    # One target counts all pairs.
+    "pairs": (
+        linear,
+        lambda output, other: F.cosine_embedding_loss(output, other, torch.ones(1)),
+        lambda: torch.randn(9, 3),
+    ),
+}
 
-    def criterion(embedding, prototypes, target):
-        return F.cross_entropy(embedding @ prototypes.T, target)
 
+def assert_exact(layout, net, loss, make_target):
+    batches = [(torch.randn(9, 4), make_target()) for _ in range(2)]
+    assert_exact_in_one_process(layout, net, DataParallelCriterion(loss), batches)
+
+
+@pytest.mark.parametrize("layout", [(3, None), (1, 2), (2, 1)])
+@pytest.mark.parametrize("name", EXACT)
+def test_outputs_that_are_not_real_rows_of_the_batch_are_exact(name, layout):
+    make_net, loss, make_target = EXACT[name]
     torch.manual_seed(0)
-    assert_equal_to_plain(Prototypes(), criterion, torch.randint(7, (9,)), **layout)
+    assert_exact(layout, make_net(), loss, make_target)
 
 
 class Averaged(nn.Linear):
@@ -84,14 +100,20 @@ class Averaged(nn.Linear):
 
 
 @pytest.mark.parametrize("reduce", [torch.sum, torch.mean])
-@pytest.mark.parametrize("net", [Prototypes, Averaged])
-def test_terms_of_outputs_without_rows_name_the_output(net, reduce):
+@pytest.mark.parametrize(
+    ("net", "layout"),
+    [
+        *((Prototypes, layout) for layout in LAYOUTS),
+        *((Averaged, layout) for layout in LAYOUTS[:2]),
+    ],
+)
+def test_terms_of_outputs_without_rows_name_the_output(net, reduce, layout):
     """A mean of a shard's rows had the text "start (1) + length (2) exceeds dimension size"."""
 
     def criterion(output, other, target):
         return F.mse_loss(output, target) + reduce(other.square())
 
-    step = make_step(net(), criterion)
+    step = make_step(net(), criterion, **layout)
     with pytest.raises(ValueError, match=r"output\[1\] has no entry for each row"):
         step(torch.randn(8, 4), torch.randn(8, 3))
 
@@ -103,7 +125,6 @@ def test_rows_that_are_equal_in_all_shards_by_chance_are_rows():
         def forward(self, inputs):
             return super().forward(inputs[:, :4]), inputs[:, 4:]
 
-    torch.manual_seed(0)
     inputs = torch.cat([torch.randn(2, 4).repeat(2, 1), torch.randn(4, 2)], dim=1)
     target = torch.randn(4, 3)
 
@@ -139,42 +160,15 @@ def test_an_output_that_has_rows_of_its_own_names_its_size():
         step(torch.randn(8, 4), torch.randn(8, 3))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_complex_outputs_have_a_graph_in_the_first_pass(layout):
-    """The loss had no gradient: "inputs argument to grad() cannot be empty"."""
-
-    class Spectrum(nn.Linear):
-        def forward(self, inputs):
-            return torch.fft.fft(super().forward(inputs))
-
-    def criterion(output, target):
-        return (output.abs() - target).square().mean().sqrt()
-
-    torch.manual_seed(0)
-    assert_equal_to_plain(Spectrum(4, 3), criterion, torch.rand(9, 3), **layout)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_target_of_all_pairs_counts_each(layout):
-    """The idiom ``cosine_embedding_loss(a, b, torch.ones(1))`` has a mean over the pairs."""
-
-    def criterion(output, other):
-        return F.cosine_embedding_loss(output, other, torch.ones(1))
-
-    torch.manual_seed(0)
-    assert_equal_to_plain(nn.Linear(4, 3), criterion, torch.randn(9, 3), **layout)
-
-
 def test_a_row_of_an_earlier_update_is_not_joined_with_another_queue():
     """It waited for another row, and was compared with the queue of the first."""
-    torch.manual_seed(0)
     net = nn.Linear(4, 3)
 
     def criterion(output, queue):
         logits = output @ queue.T
         return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.int64))
 
-    step = make_step(net, criterion, devices=1, limit=1)
+    step = make_step(net, criterion, devices=1, micro_batch_size=1)
     for rows in (1, 1, 3, 1, 3, 1, 3, 3):
         inputs = torch.randn(rows, 4)
         queue = torch.randn(6, 3)
@@ -201,14 +195,10 @@ def policy_and_value(choices, value, action):
 
 def test_the_gradient_through_an_object_is_that_of_its_second_pass():
     """The first pass saw no graph behind it, and the policy was never trained."""
-    torch.manual_seed(0)
-    layout = {"devices": 1, "limit": 2}
-    net = Actor()
-    actions = torch.randint(3, (9,))
-    assert_equal_to_plain(net, policy_and_value, actions, **layout)
+    assert_exact((1, 2), Actor(), policy_and_value, lambda: torch.randint(3, (9,)))
 
 
-@pytest.mark.parametrize("layout", [{"devices": 2}, {"devices": 1, "limit": 3}])
+@pytest.mark.parametrize("layout", [{"devices": 2}, {"devices": 1, "micro_batch_size": 3}])
 def test_an_object_that_cannot_be_cut_is_named(layout):
     step = make_step(Actor(), policy_and_value, **layout)
     with pytest.raises(ValueError, match="the output has an object of type Categorical, which"):
@@ -219,7 +209,7 @@ def test_several_losses_of_an_object_have_no_graph_that_tells_them_from_values_t
     def criterion(choices, value, action):
         return -choices.log_prob(action).mean(), F.mse_loss(value, action.double())
 
-    step = make_step(Actor(), criterion, devices=1, limit=2)
+    step = make_step(Actor(), criterion, devices=1, micro_batch_size=2)
     with pytest.raises(ValueError, match="expected the loss in an entry 'loss'"):
         step(torch.randn(4, 4), torch.randint(3, (4,)))
 
@@ -233,8 +223,7 @@ def test_a_row_of_an_update_that_has_failed_is_forgotten():
         loss = F.l1_loss if target.max() > 10 else F.mse_loss
         return loss(output, target)
 
-    torch.manual_seed(0)
-    step = make_step(nn.Linear(4, 3), criterion, devices=1, limit=1)
+    step = make_step(nn.Linear(4, 3), criterion, devices=1, micro_batch_size=1)
     step(torch.randn(4, 4), torch.rand(4, 3))
     with pytest.raises(KeyError, match="a negative target"):
         step(torch.randn(2, 4), torch.tensor([[20.0], [-1.0]]).expand(2, 3))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from helpers.optimizers import sgd
 from helpers.problems import assert_same_gradients, plain_program, whole_gradients
 from helpers.ranks import run_ranks
+from helpers.slow import pairs
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, TrainStep, parallelize
@@ -94,11 +95,11 @@ def run(step, by_hand, inputs, targets):
     return loss
 
 
-@pytest.mark.parametrize("by_hand", [True, False])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "strategy", "by_hand"), pairs([*WAYS], ["ddp", "fsdp"], [True, False])
+)
 def test_criterion_that_reduces_its_divisor_is_averaged_over_ranks(way, strategy, by_hand):
-    run_ranks(2, check_equal, way, strategy, by_hand, timeout=60)
+    run_ranks(2, check_equal, way, strategy, by_hand)
 
 
 def check_empty(rank, by_hand):
@@ -116,7 +117,7 @@ def check_empty(rank, by_hand):
 
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_rank_without_rows_is_refused_by_all_if_the_criterion_communicates(by_hand):
-    errors = run_ranks(2, check_empty, by_hand, timeout=60)
+    errors = run_ranks(2, check_empty, by_hand)
     assert errors[0] == errors[1]
 
 
@@ -133,7 +134,7 @@ def check_refused(rank, settings, micro_batch_size):
 def test_criterion_that_communicates_is_refused_where_it_is_not_called_once(
     settings, micro_batch_size
 ):
-    run_ranks(2, check_refused, settings, micro_batch_size, timeout=60)
+    run_ranks(2, check_refused, settings, micro_batch_size)
 
 
 def check_local(rank, first_cut):
@@ -148,11 +149,11 @@ def check_local(rank, first_cut):
 
 
 def test_criterion_without_collectives_is_asked_for_once():
-    assert run_ranks(2, check_local, 2, timeout=60) == [
+    assert run_ranks(2, check_local, 2) == [
         ([True, False, False, False], 4),
         ([True, False, False, False], 4),
     ]
-    assert run_ranks(2, check_local, 4, timeout=60) == [
+    assert run_ranks(2, check_local, 4) == [
         ([True, True, False, False], 4),
         ([True, True, False, False], 4),
     ]

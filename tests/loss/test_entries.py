@@ -220,21 +220,14 @@ def test_ranks_also_without_rows(rank, strategy):
         [slice(0, 4), slice(0, 0)],
         [slice(4, ROWS), slice(0, ROWS)],
     ][rank]
-    for case in (
-        "total and parts",
-        "tuple",
-        "accuracy",
-        "accuracy without a graph",
-        "weights",
-        "all rows",
-    ):
-        for settings in ({}, {"micro_batch_size": 2}):
-            check(
-                case,
-                lambda net, criterion: parallelize(net, criterion, ["cpu"], strategy=strategy),
-                rows,
-                **settings,
-            )
+
+    def wrap(net, criterion):
+        return parallelize(net, criterion, ["cpu"], strategy=strategy)
+
+    for case in ("total and parts", "accuracy", "weights"):
+        check(case, wrap, rows)
+    for case in ("tuple", "accuracy without a graph", "all rows"):
+        check(case, wrap, rows, micro_batch_size=2)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "number"])
@@ -347,8 +340,7 @@ def test_a_number_that_was_read_from_values_is_not_that_of_one_shard(settings):
 
     net = build_net()
     inputs, targets = batch(0)
-    model = DataParallelModel(net, ["cpu"] * 3)
-    step = TrainStep(model, DataParallelCriterion(criterion), sgd(net, lr=0.0), **settings)
+    step = make_step(net, criterion, devices=3, lr=0.0, **settings)
     for _ in range(3):
         step(inputs, targets)
         with pytest.raises(ValueError, match=r"the value 'accuracy' .* without \.item\(\)"):

@@ -43,20 +43,13 @@ CLASS_WEIGHTS = torch.linspace(0.5, 2.0, CLASSES)
 SUMS = {
     "sum": lambda out, labels, values: (out * values).sum(),
     "squares": lambda out, labels, values: (out - values).square().sum(),
-    "overlap": lambda out, labels, values: (out.sigmoid() * values).sum(),
     "count": lambda out, labels, values: (values > 0.5).sum(),
-    "counted": lambda out, labels, values: (labels >= 0).double().sum(),
     "cross entropy": lambda out, labels, values: F.cross_entropy(out, labels),
-    "sum of cross entropies": lambda out, labels, values: F.cross_entropy(
-        out, labels, reduction="sum"
-    ),
     "mean": lambda out, labels, values: out.abs().mean(),
-    "l1": lambda out, labels, values: F.l1_loss(out, values),
     "masked": lambda out, labels, values: (
         (out.exp() * (values > 0.5)).sum() / (values > 0.5).sum().clamp(min=1)
     ),
     "over the rows": lambda out, labels, values: out.square().sum() / len(out),
-    "targets": lambda out, labels, values: values.mean(),
     "by confidence": lambda out, labels, values: (
         (out.sigmoid() * values).sum() / out.sigmoid().sum()
     ),
@@ -66,21 +59,16 @@ SUMS = {
     "by weighted labels": lambda out, labels, values: F.cross_entropy(
         out, labels, weight=out.detach().new_ones(CLASSES).cumsum(0)
     ),
-    "batch mean": lambda out, labels, values: F.kl_div(
-        out.log_softmax(1), values.softmax(1), reduction="batchmean"
-    ),
     "class weights": lambda out, labels, values: F.cross_entropy(
         out, labels.clamp(min=0), CLASS_WEIGHTS.to(out), ignore_index=1
     ),
     "smoothed": lambda out, labels, values: F.cross_entropy(
         out, labels, CLASS_WEIGHTS.to(out), label_smoothing=0.1
     ),
-    "log-likelihood": lambda out, labels, values: F.nll_loss(out.log_softmax(1), labels),
     "some columns": lambda out, labels, values: nn.L1Loss()(out[:, 1:], values[:, 1:]),
     "element weights": lambda out, labels, values: F.binary_cross_entropy_with_logits(
         out, values, weight=values[:, :1]
     ),
-    "mean of means": lambda out, labels, values: (out - values).pow(2).mean(dim=1).mean(),
     "selected": lambda out, labels, values: torch.mean(
         F.cross_entropy(out, labels, reduction="none")[values[:, 0] > 0.4]
     ),
@@ -214,7 +202,7 @@ def add_parts(step, sizes):
     return run
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), *range(6)))
+@pytest.mark.parametrize("seed", slow_but(range(60), *range(4)))
 def test_any_function_of_sums_is_exact(seed):
     for part in range(5):
         check_step(1000 * part + seed)

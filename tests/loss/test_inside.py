@@ -1,4 +1,7 @@
-"""Losses that a model computes itself: exact in a plain loop and in a step, without ``weight=``, or refused."""
+"""Losses that a model computes itself, without ``weight=``: what is refused, and what their forwards leave.
+
+``regressions/test_exact_problems.py`` has those that are exact.
+"""
 
 import copy
 import dataclasses
@@ -10,7 +13,6 @@ import torch.nn.functional as F
 from helpers.layouts import make_update
 from helpers.optimizers import sgd
 from helpers.plain import Plain
-from helpers.problems import assert_equal
 from helpers.ranks import run_ranks
 from helpers.slow import pairs
 from torch import nn
@@ -60,12 +62,6 @@ class Language(nn.Module):
         return Output(self.loss_of(hidden, logits, labels), logits)
 
     def loss_of(self, hidden, logits, labels):
-        if self.more == "sum":
-            kept = (labels != -100).to(logits.dtype)
-            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-            return (losses * kept.flatten()).sum() / kept.sum().clamp(min=1)
-        if self.more == "detector" and not self.training:
-            return None
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         if self.more == "root":
             loss = loss + hidden.square().mean().sqrt()
@@ -112,21 +108,7 @@ def train(model, criterion, inputs, way, updates=3, lr=0.1):
     return [update(inputs).item() for _ in range(updates)]
 
 
-EXACT = ["nothing", "sum", "root", "penalty", "detector"]
 WAYS = ["by hand", None, 1, 3]
-
-
-@pytest.mark.parametrize(("more", "way", "devices"), pairs(EXACT, WAYS, [3, 8, None]))
-def test_the_loss_of_a_model_is_exact(more, way, devices):
-    losses, parameters = expected_of(more)
-    net, *inputs = problem(more)
-    with simulate(3) as simulated:
-        cpus = None if devices is None else ["cpu"] * devices
-        model = DataParallelModel(net, cpus or [*map(str, simulated.devices)])
-        criterion = DataParallelCriterion(loss_inside)
-        assert train(model, criterion, tuple(inputs), way) == pytest.approx(losses)
-        for found, expected in zip(net.parameters(), parameters, strict=True):
-            assert_equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize(
@@ -156,23 +138,6 @@ def updates_on_ranks(rank, more, sizes, way, strategy):
     losses = train(model, criterion, rows, way)
     whole = [getattr(each, "full_tensor", each.detach)() for each in model.parameters()]
     return losses, [each.detach() for each in whole]
-
-
-@pytest.mark.parametrize(
-    ("more", "sizes", "way", "strategy"),
-    pairs(
-        ["nothing", "sum", "root"],
-        [(4, 3), (1, 6), (7, 0)],
-        ["by hand", None, 1],
-        ["ddp", "fsdp"],
-    ),
-)
-def test_the_loss_of_a_model_is_exact_on_ranks(more, sizes, way, strategy):
-    losses, parameters = expected_of(more)
-    for found, whole in run_ranks(2, updates_on_ranks, more, sizes, way, strategy):
-        assert found == pytest.approx(losses)
-        for parameter, expected in zip(whole, parameters, strict=True):
-            assert_equal(parameter, expected)
 
 
 def refusal_on_ranks(rank, more, sizes, way, strategy):
@@ -281,31 +246,6 @@ def test_a_model_that_draws_random_numbers_has_a_loss_of_its_rows(size):
         )
         losses.append([step(inputs).item() for _ in range(3)])
     assert losses[0] == pytest.approx(losses[1])
-
-
-class Fitted(nn.Module):
-    """A model that learns its rows by heart."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 1)).double()
-
-    def forward(self, inputs, targets):
-        return (self.layers(inputs) - targets).square().mean()
-
-
-def test_a_loss_may_converge_to_rounding_errors():
-    """Rows alone and together differ by rounding, which is most of a loss of 1e-20."""
-    net = Fitted()
-    inputs = torch.randn(8, 40).double()
-    targets = torch.randn(8, 1).double()
-    step = TrainStep(
-        DataParallelModel(net, ["cpu"] * 2),
-        DataParallelCriterion(lambda loss: loss),
-        sgd(net),
-    )
-    losses = [step((inputs, targets)).item() for _ in range(140)]
-    assert losses[-1] < 1e-20 < losses[0]
 
 
 def test_a_contrastive_loss_of_random_views_is_refused():

@@ -18,7 +18,6 @@ from balanced_parallel import (
     verify,
     weighted_mean,
 )
-from balanced_parallel.diagnostics.recording import relative_error
 
 CPUS = ["cpu"] * 3
 
@@ -57,15 +56,14 @@ def assert_equal_updates(
     model,
     criterion,
     rows,
-    optimizer_class=torch.optim.Adam,
     balanced=False,
     micro_batch_size=None,
 ):
     """Compares three clipped updates with the plain program, on all rows."""
     plain = make_net()
     inputs, targets = make_batch()
-    optimizer = balanced_or_plain(model, optimizer_class, balanced, lr=0.001)
-    expected = optimizer_class(plain.parameters(), lr=0.001)
+    optimizer = balanced_or_plain(model, torch.optim.Adam, balanced, lr=0.001)
+    expected = torch.optim.Adam(plain.parameters(), lr=0.001)
     step = TrainStep(
         model, criterion, optimizer, micro_batch_size=micro_batch_size, max_grad_norm=0.1
     )
@@ -86,17 +84,13 @@ def assert_equal_updates(
         assert_close(optimizer.state_dict()["state"], expected.state_dict()["state"])
 
 
-class TestTraining:
-    @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam])
-    @pytest.mark.parametrize("micro_batch_size", [None, 1])
-    @pytest.mark.parametrize("balanced", [False, True])
-    def test_replicas(self, balanced, micro_batch_size, optimizer_class):
-        net = make_net()
-        model = DataParallelModel(net, CPUS)
-        criterion = DataParallelCriterion(real_loss, weight="rows")
-        assert_equal_updates(
-            net, model, criterion, slice(None), optimizer_class, balanced, micro_batch_size
-        )
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_replicas(balanced, micro_batch_size):
+    net = make_net()
+    model = DataParallelModel(net, CPUS)
+    criterion = DataParallelCriterion(real_loss, weight="rows")
+    assert_equal_updates(net, model, criterion, slice(None), balanced, micro_batch_size)
 
 
 @pytest.mark.parametrize(("strategy", "balanced"), [("ddp", False), ("ddp", True), ("fsdp", False)])
@@ -153,7 +147,6 @@ def test_weighted_means_of_complex_losses_and_zeros_of_shards_without_rows():
 
 def test_verify_compares_both_parts():
     """The imaginary part was not compared."""
-    assert relative_error(torch.tensor([1 + 1j]), torch.tensor([1 - 1j])) > 1
     inputs, targets = make_batch()
     criterion = DataParallelCriterion(real_loss, weight="rows")
     assert verify(make_net(), criterion, inputs, targets, device_ids=CPUS).equal

@@ -6,7 +6,7 @@ Each loop equals the plain program, or the error says what to write.
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.loops import CPUS, Calls, assert_equal_program
+from helpers.loops import CPUS, Calls
 from helpers.problems import CLASSES, build_net
 from torch import nn
 from torch.testing import assert_close
@@ -28,14 +28,11 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class TestOtherDimensions:
-    def time_major(self):
-        return Calls(lambda net, x: net(x))  # [T, B, 4] to [T, B, CLASSES]
-
     def test_time_major_outputs_need_the_dimension_of_the_targets(self):
         x = torch.randn(5, 7, 4)
         target = torch.randint(CLASSES, (5, 7))
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        model = DataParallelModel(self.time_major(), CPUS, dim=1)
+        model = DataParallelModel(build_net(), CPUS, dim=1)
         with pytest.raises(
             ValueError,
             match="the rows of the outputs are in dimension 1, expected dim= for those of the targets, or Along",
@@ -46,11 +43,7 @@ class TestOtherDimensions:
         def function(net, x, state, scale):
             return {"y": net(x + state.sum(0)) * scale.sum(), "state": state * 2}
 
-        class Recurrent(Calls):
-            def forward(self, x, state, scale):
-                return function(self.net, x, state, scale)
-
-        module = Recurrent(None)
+        module = Calls(function)
         x = torch.randn(7, 4)
         state = torch.randn(2, 7, 4)
         scale = torch.rand(5)
@@ -165,19 +158,6 @@ class TestListsOfOutputs:
             [torch.randint(CLASSES, (length,)) for length in lengths],
         )
 
-    def test_a_mean_over_the_parts_of_all_rows_is_exact(self):
-        def mean_of_words(outputs, labels):
-            return F.cross_entropy(torch.cat(outputs), torch.cat(labels))
-
-        module, (texts, labels) = self.outputs(), self.batch()
-        assert_equal_program(
-            module,
-            DataParallelCriterion(mean_of_words),
-            lambda net: mean_of_words(net(texts), labels),
-            (Rows(texts),),
-            (Rows(labels),),
-        )
-
     def test_rows_in_lists_that_cannot_be_joined_are_refused(self):
         def mean_of_texts(outputs, labels):
             pairs = zip(outputs["texts"], labels, strict=False)
@@ -208,16 +188,3 @@ class TestListsOfOutputs:
         expected = mean_of_texts(module(texts), labels).detach()
         criterion = DataParallelCriterion(mean_of_texts, weight="rows")
         assert_close(TrainStep(model, criterion, optimizer, **settings)(*rows), expected)
-
-    def test_scales_of_all_rows_stay_a_list_of_outputs(self):
-        def of_scales(outputs, names):
-            return sum(output.square().mean() for output in outputs)
-
-        inputs = torch.randn(9, 4)
-        assert_equal_program(
-            Calls(lambda net, x: [net(x), net(2 * x)]),
-            DataParallelCriterion(of_scales),
-            lambda net: of_scales(net(inputs), None),
-            (inputs,),
-            (Rows(["name"] * 9),),
-        )

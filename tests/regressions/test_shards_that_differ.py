@@ -80,23 +80,6 @@ def test_a_factor_of_some_micro_batches_is_refused_in_one_pass():
         step(inputs, target)
 
 
-def count_by_truth(output, target):
-    counted = sum(1 for row in target if row[0] > 0)
-    return (output - target).square().sum() / max(counted, 1)
-
-
-def choose_by_truth(output, target):
-    rows = [row for row in range(len(target)) if target[row, 0] > 0]
-    return (output[rows] - target[rows]).square().sum() / max(len(rows), 1)
-
-
-@pytest.mark.parametrize("criterion", [count_by_truth, choose_by_truth])
-def test_a_count_of_true_rows_is_a_number_read_from_values(criterion):
-    step = step_of(make_net(), criterion)
-    with pytest.raises(ValueError, match="number that was read from values"):
-        step(*make_batch())
-
-
 class Counter(nn.Module):
     def __init__(self):
         super().__init__()
@@ -169,33 +152,6 @@ def test_data_of_a_gradient_may_be_assigned(rank):
     for inputs, target in make_batches():
         assert_close(step(inputs[mine], target[mine]), plain(inputs, target))
         assign_data(net.weight)
-
-
-class OneOfTwo(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used = make_net()
-        self.unused = make_net()
-
-    def forward(self, inputs):
-        return self.used(inputs)
-
-
-@pytest.mark.parametrize("rows", [0, 3])
-@on_ranks(2)
-def test_a_hook_of_a_parameter_is_called_with_gradients_alone(rank, rows):
-    """On a rank without rows it was called with None, and the other rank waited."""
-    plain = OneOfTwo()
-    net = OneOfTwo()
-    inputs, target = make_batch()
-    F.mse_loss(plain(inputs), target).backward()
-    for parameter in net.parameters():
-        parameter.register_hook(lambda gradient: gradient * 2)
-    model, criterion = parallelize(net, nn.MSELoss())
-    mine = slice(8 - rows, 8) if rank else slice(0, 8 - rows)
-    criterion(model(inputs[mine]), target[mine]).backward()
-    assert_close(net.used.weight.grad, 2 * plain.used.weight.grad)
-    assert net.unused.weight.grad is None
 
 
 @pytest.mark.parametrize("rows", [0, 4])
@@ -294,7 +250,10 @@ def test_tokens_of_rows_in_one_dimension_are_an_error_of_their_own():
     assert_close(step(inputs, target.view(-1)), expected)
 
 
-LONGER = "computes mean over .* elements for each of some rows, .* pads to its own longest row"
+LONGER = (
+    "computes mean over .* elements for each of some rows, .* pads to its own longest row"
+    r".*sum\(\) / mask\.sum\(\)"
+)
 SAMPLES = [9, 8, 7, 9, 2, 3, 2, 1]
 
 
@@ -365,6 +324,21 @@ def test_a_mean_over_positions_that_shards_pad_is_refused(criterion, devices):
 
     with pytest.raises(ValueError, match=LONGER.replace("mean", "(mean|mse_loss|a sum)")):
         step_by_cost(Tagger(), criterion, devices, collate)(SAMPLES)
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(3, None), (1, 1)])
+def test_a_mean_over_positions_that_the_model_trims_is_refused(devices, rows):
+    class Trimming(Tagger):
+        def forward(self, words):
+            return super().forward(words[:, : words.count_nonzero(1).max()])
+
+    def criterion(output, labels):
+        labels = labels[:, : output.size(1)]
+        errors = F.cross_entropy(output.transpose(1, 2), labels, reduction="none")
+        return errors.mean(1).mean()
+
+    with pytest.raises(ValueError, match="does not add up over the rows: the"):
+        step_of(Trimming(), criterion, devices, rows)(*words_of(SAMPLES))
 
 
 @pytest.mark.parametrize("criterion", FREE)

@@ -486,17 +486,6 @@ class TestOutOfMemoryOutsideOfAnUpdate:
             peaks.append(self.peak(lambda model, detach=detach: losses(model, detach)))
         assert peaks[1] < peaks[0]
 
-    def test_a_method_runs_on_all_devices(self):
-        class Net(nn.Linear):
-            def generate(self, prompts):
-                return self(prompts)
-
-        with simulate(2, memory=MEMORY):
-            model = DataParallelModel(Net(4, 3))
-            with savings.inference(model):
-                outputs = model.call("generate", INPUTS)
-            assert [str(output.device) for output in outputs] == ["sim:0", "sim:1"]
-
     def test_a_state_is_loaded_where_it_was_saved(self):
         with simulate(2, memory=MEMORY) as cluster:
             state = io.BytesIO()

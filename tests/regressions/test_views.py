@@ -117,7 +117,7 @@ def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
     )
 
 
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_all_ranks_refuse_several_rows_for_each_row(rank):
     """Each rank has one replica, and rank 1 no rows: all of them raise the error."""
     model, criterion = parallelize(views(), DataParallelCriterion(contrast, whole=True))

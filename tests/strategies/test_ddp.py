@@ -27,7 +27,7 @@ from balanced_parallel import TrainStep, gather, parallelize
 from balanced_parallel.runtime.collectives import gather_objects
 
 
-@on_ranks(2, timeout=200)
+@on_ranks(2)
 def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
     graphs = []
 
@@ -35,13 +35,13 @@ def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
         graphs.append(graph)
         return graph
 
-    net = nn.Sequential(*[nn.Linear(1700, 1700) for _ in range(3)])  # 33 MiB in several buckets
+    net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(3)])  # 33 MiB in several buckets
     step = parallel_step(torch.compile(net, backend=backend), nn.MSELoss(), micro_batch_size=2)
-    step.add(torch.randn(2, 1700), torch.randn(2, 1700))
+    step.add(torch.randn(2, 700), torch.randn(2, 700))
     count = len(graphs)
     assert count > 1, "the graph is not split at the buckets"
     for _ in range(2):
-        step(torch.randn(4, 1700), torch.randn(4, 1700))
+        step(torch.randn(4, 700), torch.randn(4, 700))
     assert len(graphs) == count
     torch._dynamo.reset()
 
@@ -102,8 +102,8 @@ def test_bucket_all_reduce_overlaps_with_the_backward_of_earlier_layers(rank, wa
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     events = []
-    net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in two buckets
-    net[15] = Biased(700, 700)
+    net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(7)])  # 30 MiB in two buckets
+    net[6] = Biased(700, 700)
     model, update = make_update(way, net, nn.MSELoss())
 
     def note(module, given, returned):
@@ -119,7 +119,7 @@ def test_bucket_all_reduce_overlaps_with_the_backward_of_earlier_layers(rank, wa
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Full backward hook is firing")
         for number in range(4):  # the reducer makes its buckets anew after the first
-            net[15].is_biased = number < 2 or way == "criterion"
+            net[6].is_biased = number < 2 or way == "criterion"
             events.clear()
             update(torch.randn(4, 700), torch.randn(4, 700))
     last = events[events.index("bucket 0") :]
@@ -176,7 +176,7 @@ def test_comm_hook_buckets_contain_only_gradients(rank):
             assert_same_gradients(gradients(model.module), expected, 0.02 * largest.item())
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_powersgd_hook_does_not_hang(rank):
     """Callbacks of the hook start collectives, on threads of gloo, while the reducer starts those of the next bucket."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
@@ -185,7 +185,7 @@ def test_powersgd_hook_does_not_hang(rank):
     )
 
     torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in two buckets
+    net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(7)])  # 30 MiB in two buckets
     step = parallel_step(net, nn.MSELoss(), lr=0.01)
     step.model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
     losses = [step(torch.randn(8, 700), torch.randn(8, 700)).item() for _ in range(4)]

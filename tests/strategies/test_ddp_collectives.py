@@ -3,13 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.optimizers import sgd
 from helpers.plain import Plain
 from helpers.ranks import on_ranks
+from helpers.steps import parallel_step
 from torch import nn
 from torch.testing import assert_close
-
-from balanced_parallel import TrainStep, parallelize
 
 
 class Centred(nn.Module):
@@ -30,14 +28,12 @@ class Centred(nn.Module):
         return output - total / count
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_own_collective_of_a_module_is_told_and_a_rank_without_rows_is_refused(rank):
-    torch.manual_seed(0)
     net = Centred().double()
     plain = Plain(net, nn.MSELoss())
     plain.module.eval()  # Its mean is that of its rows.
-    model, criterion = parallelize(net, nn.MSELoss(), strategy="ddp")
-    step = TrainStep(model, criterion, sgd(model), micro_batch_size=3)
+    step = parallel_step(net, nn.MSELoss(), strategy="ddp", micro_batch_size=3)
     inputs = torch.randn(6, 4).double()
     targets = torch.randn(6, 3).double()
     mine = slice(0, 3) if rank == 0 else slice(3, 6)
@@ -53,7 +49,7 @@ def test_own_collective_of_a_module_is_told_and_a_rank_without_rows_is_refused(r
         RuntimeError,
         match="this rank has no rows, and the module communicates with the other ranks itself",
     ):
-        model(inputs[:0])
+        step.model(inputs[:0])
     net.eval()
-    assert model(inputs[:0]).gather().shape == (0, 3)  # this mode has no collective
-    assert model.meets_ranks
+    assert step.model(inputs[:0]).gather().shape == (0, 3)  # this mode has no collective
+    assert step.model.meets_ranks

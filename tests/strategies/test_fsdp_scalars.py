@@ -6,6 +6,7 @@ from helpers.optimizers import sgd
 from helpers.plain import Plain
 from helpers.problems import CLASSES
 from helpers.ranks import on_ranks
+from helpers.slow import pairs
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -78,27 +79,19 @@ def shard(rank):
     return model, split
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "cut"),
+    pairs(["elements", "parameters"], [torch.optim.AdamW, torch.optim.SGD], [*CUTS]),
+)
 @on_ranks(2)
-def test_clipped_updates_are_those_of_the_plain_program(rank, cut):
-    model, criterion = shard(rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=0.01)
-    for _ in range(3):
-        step(*rows_of(rank, cut))
-    plain(clip=0.01).assert_same(model.module)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("kind", ["elements", "parameters"])
-@on_ranks(2)
-def test_balanced_optimizers_update_them(rank, kind, optimizer):
+def test_clipped_updates_are_those_of_the_plain_program(rank, kind, optimizer, cut):
+    """Those of a plain optimizer are in ``regressions/test_exact_problems.py``."""
     model, criterion = shard(rank)
     balanced = BalancedOptimizer(model, optimizer, shard=kind, lr=0.1)
-    step = TrainStep(model, criterion, balanced)
+    step = TrainStep(model, criterion, balanced, micro_batch_size=2, max_grad_norm=0.01)
     for _ in range(3):
-        step(*rows_of(rank))
-    expected = plain(kind=optimizer)
+        step(*rows_of(rank, cut))
+    expected = plain(kind=optimizer, clip=0.01)
     expected.assert_same(model.module)
     state = expected.optimizer.state_dict()
     assert_close(balanced.state_dict()["state"], state["state"])

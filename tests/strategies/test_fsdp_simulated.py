@@ -19,7 +19,6 @@ TWO_DEVICES = {"layout": "fsdp", "devices": 2, "device_kind": "sim"}
 
 @on_ranks(2)
 def test_shards_on_simulated_devices_equal_the_plain_program(rank):
-    torch.manual_seed(0)
     inputs = torch.randn(9, 4, dtype=torch.float64)
     targets = class_targets(9, ignored=2)
     loss, expected = plain_program(build_net().double(), nn.CrossEntropyLoss(), inputs, targets)

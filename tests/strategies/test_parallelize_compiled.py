@@ -53,5 +53,5 @@ def check_ragged(rank, strategy, way, micro_batch_size):
 )
 def test_ragged_batches_take_two_graphs(strategy, way, micro_batch_size):
     """One for a single row, and one for any other number of rows."""
-    counts = run_ranks(2, check_ragged, strategy, way, micro_batch_size, timeout=200)
+    counts = run_ranks(2, check_ragged, strategy, way, micro_batch_size)
     assert max(counts) == 2, counts

@@ -182,9 +182,8 @@ def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
 
 
 @pytest.mark.parametrize("inputs_alone", [True, False])
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, inputs_alone):
-    torch.manual_seed(0)
     net = nn.Linear(4, 3)
     plain = Plain(net, nn.CrossEntropyLoss())
     step = parallel_step(net, devices=["cpu"], strategy="ddp", micro_batch_size=2)

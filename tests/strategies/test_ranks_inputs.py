@@ -110,7 +110,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("way", "strategy", "name", "sizes"), CASES)
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_gradients_of_inputs_are_those_of_the_loss_of_all_rows(rank, way, strategy, name, sizes):
     x, y = torch.randn(2, 6, 4).double().unbind()
     plain = [build(), build(1)]
@@ -148,7 +148,7 @@ GRADIENTS_IN_FORWARD = {"forces": (Forces, F.mse_loss), "penalty": (Penalised, w
 
 
 @pytest.mark.parametrize("name", GRADIENTS_IN_FORWARD)
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_rank_without_rows_runs_a_forward_that_asks_for_gradients(rank, name):
     """The row that it runs had no graph: "element 0 of tensors does not require grad"."""
     build_model, loss = GRADIENTS_IN_FORWARD[name]

@@ -143,7 +143,7 @@ def check_faults(rank, ranks, balanced, precision, add, faults):
 def test_any_failed_allocation_leaves_the_run_of_smaller_micro_batches(
     ranks, balanced, precision, add
 ):
-    seen = run(ranks, check_faults, balanced, precision, add, 9 if ranks == 1 else 5)
+    seen = run(ranks, check_faults, balanced, precision, add, 6 if ranks == 1 else 4)
     assert all(each == seen[0] for each in seen)
     assert len(seen[0]) > 1
     half = {3} if ranks == 1 else {4, 2}  # The rows are those of the rank that failed.

@@ -152,7 +152,7 @@ def assert_same_error(errors, message):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_different_settings_raise_one_error_on_all_ranks(name):
-    assert_same_error(run_ranks(2, error_of_settings, name, timeout=60), SETTINGS[name][2])
+    assert_same_error(run_ranks(2, error_of_settings, name), SETTINGS[name][2])
 
 
 def check_equal(rank, strategy):
@@ -233,7 +233,7 @@ def check_failed_optimizer(rank, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_failure_in_the_optimizer_of_one_rank_is_told_to_the_others(strategy):
-    losses = run_ranks(2, check_failed_optimizer, strategy, timeout=60)
+    losses = run_ranks(2, check_failed_optimizer, strategy)
     assert losses[0] == losses[1]
 
 
@@ -381,12 +381,10 @@ CASES = [
 def test_what_one_rank_loads_or_sets_alone_is_refused_by_all_before_the_update(
     name, updates, strategy
 ):
-    assert_same_error(
-        run_ranks(2, check_alone, name, updates, strategy, timeout=60), ALONE[name][1]
-    )
+    assert_same_error(run_ranks(2, check_alone, name, updates, strategy), ALONE[name][1])
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_groups_of_equal_sizes_with_other_parameters_are_refused(rank):
     step = make_layers()
     swap_groups(step)
@@ -431,5 +429,5 @@ def have_statistics_and_load_equal_weights(rank):
     [fail_alike, load_states_that_differ_and_then_one, have_statistics_and_load_equal_weights],
 )
 def test_ranks_that_do_not_differ_go_on_with_one_loss(check):
-    losses = run_ranks(2, check, timeout=60)
+    losses = run_ranks(2, check)
     assert losses[0] == losses[1]

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import subprocess
 import sys
 import time
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from helpers.optimizers import sgd
 from helpers.problems import build_net
+from helpers.processes import run_script
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -116,6 +116,8 @@ def test_ranges_take_less_than_a_hundredth_of_an_update_without_a_profiler(monke
 
 
 PAUSED = """
+import sys
+
 import torch
 from torch import nn
 
@@ -135,6 +137,7 @@ def run(devices):
     step(torch.randn(9, 4), torch.randint(5, (9,)))
 
 
+sys.stdin = open("answers.txt")
 run(["cpu"] * 2)
 with simulate(1):
     run(["sim:0"] * 2)
@@ -143,15 +146,8 @@ with simulate(1):
 
 def test_a_breakpoint_in_forward_has_one_prompt_at_a_time(tmp_path):
     (tmp_path / "paused.py").write_text(PAUSED)
-    answers = "p tuple(x.shape)\nc\n" * 4
-    done = subprocess.run(
-        [sys.executable, "paused.py"],
-        cwd=tmp_path,
-        input=answers,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    (tmp_path / "answers.txt").write_text("p tuple(x.shape)\nc\n" * 4)
+    done = run_script(tmp_path / "paused.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     prompts = done.stdout.split("(Pdb) ")[1:]
     assert [prompt.split("\n")[0] for prompt in prompts[::2]] == ["(5, 4)", "(4, 4)"] * 2

@@ -25,12 +25,16 @@ from torch import nn
 from balanced_parallel import DataParallelCriterion
 
 
+def two_means(output, target):
+    return F.cross_entropy(output, target).sqrt() + F.cross_entropy(2 * output, target)
+
+
 def mean_inside(output, target):
     return F.cross_entropy(output, target)
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), mean_inside])
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), mean_inside, two_means])
 def test_zero_weight_skips_the_update(criterion, rows):
     net = build_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)

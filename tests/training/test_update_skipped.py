@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from helpers.fsdp import whole
-from helpers.optimizers import balanced_or_plain, sgd
+from helpers.optimizers import balanced_or_plain
 from helpers.problems import build_net, class_targets
 from helpers.ranks import on_ranks
+from helpers.steps import make_step
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
@@ -76,14 +77,11 @@ def test_ranks_agree(rank, strategy):
 
 
 def test_the_scale_of_float16_goes_on():
-    model = DataParallelModel(build_net(), ["cpu"] * 2)
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    optimizer = sgd(model)
-    step = TrainStep(model, criterion, optimizer, precision="fp16", skip_above=1e-9)
-    before = copy.deepcopy(model.state_dict())
+    step = make_step(build_net(), precision="fp16", skip_above=1e-9)
+    before = copy.deepcopy(step.model.state_dict())
     for inputs, targets in batches()[:1] * 3:
         step(inputs, targets)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
     step.skip_above = 1e9
     step(*batches()[0])
-    assert not torch.equal(model.module[0].weight, before["module.0.weight"])
+    assert not torch.equal(step.model.module[0].weight, before["module.0.weight"])
