@@ -6,12 +6,12 @@ Categories of memory at the peak.
 import copy
 import importlib
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import run_script
 from torch import nn
 
 import balanced_parallel
@@ -154,7 +154,9 @@ def test_an_error_inside_the_block_ends_the_cluster():
 
 
 LATE = """
-import torch
+import warnings, torch
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # as in pyproject.toml
 x = torch.ones(3, requires_grad=True)
 (x * 2).sum().backward()                      # torch starts its autograd threads here, one per device: none
 import balanced_parallel
@@ -174,16 +176,9 @@ print(x.grad.tolist())
 """
 
 
-def test_clusters_work_after_a_backward_and_in_forked_processes():
-    quiet = [
-        "-W",
-        "error",
-        "-W",
-        "ignore:The AccumulateGrad node's stream:UserWarning",
-    ]  # The settings are those of pyproject.toml.
-    done = subprocess.run(
-        [sys.executable, *quiet, "-c", LATE], capture_output=True, text=True, timeout=200
-    )
+def test_clusters_work_after_a_backward_and_in_forked_processes(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    done = run_script(tmp_path / "late.py")
     assert (done.returncode, done.stdout, done.stderr) == (0, "[4.0, 4.0, 4.0]\n", "")
 
 
