@@ -1,5 +1,6 @@
 """Rules for the whole suite: one thread per process, fixed seeds, and no test leaves anything behind."""
 
+import contextlib
 import gc
 import importlib
 import os
@@ -21,6 +22,17 @@ settings.register_profile(
 )  # the same cases on every machine
 settings.load_profile("suite")
 torch.set_num_threads(1)  # the suite already runs one process per core
+
+
+def pytest_configure(config):
+    """Compiles the extension of the simulation while the workers import. Their first test of it would wait for half a minute."""
+    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        threading.Thread(target=compile_simulation, daemon=True).start()
+
+
+def compile_simulation():
+    with contextlib.suppress(RuntimeError):  # There is no compiler: the tests say so.
+        importlib.import_module("balanced_parallel.simulation.compilation").load_native()
 
 
 def pytest_collection_finish(session):

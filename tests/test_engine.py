@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.scripts import words_of
 from test_walls import CORE, MAY_IMPORT
 
 import balanced_parallel
@@ -70,23 +71,13 @@ def test_the_core_passes_its_tests_without_the_other_folders(tmp_path):
     (tmp_path / "within_the_copy.py").write_text(WITHIN)
     # the folder of the copy is the first place where Python looks for modules
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COPY": str(tmp_path)}
-    flags = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-p",
-        "within_the_copy",
-        "--override-ini=addopts=",
-    ]
-    flags += ["-k", f"not ({OF_OTHERS})"]
-    flags += [
-        "-c",
-        str(TESTS.parent / "pyproject.toml"),
-        "-m",
-        "not slow and not browser and not libraries and not gpu",
-    ]
+    flags = words_of(
+        [
+            "-q -p no:cacheprovider -p no:xdist -p within_the_copy --override-ini=addopts=",
+            f"-k 'not ({OF_OTHERS})' -c {TESTS.parent}/pyproject.toml",
+            "-m 'not slow and not browser and not libraries and not gpu'",
+        ]
+    )
     command = [sys.executable, "-m", "pytest", *flags, *(str(TESTS / name) for name in FILES)]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500

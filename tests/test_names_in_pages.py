@@ -108,13 +108,14 @@ def definitions_of(path):
 def test_the_first_day_names_the_files_that_an_addition_touches():
     found = [*additions(CONTRIBUTING)]
     assert [example for example, *_ in found] == ["offload_optimizer", "Coupled", "ShardedModel"]
+    sources = {file: words(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")}
     for example, path, tables in found:
         assert example in definitions_of(path)
         assert all(name in definitions_of(file) for name, file in tables)
         naming = {
             file.relative_to(PACKAGE).as_posix()
-            for file in PACKAGE.rglob("*.py")
-            if example in words(file.read_text(encoding="utf-8"))
+            for file, used in sources.items()
+            if example in used
         }
         assert naming <= {path, *[file for _, file in tables]}, example
 

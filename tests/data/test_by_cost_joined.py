@@ -196,37 +196,28 @@ def test_no_samples_in_one_process_change_nothing():
     assert net.norm.num_batches_tracked == 1
 
 
-def train_with_batch_norm(rank, expected):
+def train_with_batch_norm(rank, expected, first):
+    """Trains on samples of the first batch of this rank, then on some of the second rank alone."""
     net = convert_sync_batchnorm(Normed().double())
     cut = ByCost(tokens_of, collate=whole, combine=sum)
     step = parallel_step(net, devices=["cpu"], lr=0.0, cut=cut)
     samples = make_samples()
-    loss = step(samples[7:] if rank else samples[:7])
-    assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    assert_close(step(samples[first[rank]]), expected, rtol=1e-10, atol=1e-10)
     step(samples[7:] if rank else [])
 
 
 @pytest.mark.slow
-def test_a_rank_without_samples_is_refused_if_others_wait_for_its_batch_norm():
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        ((slice(7), slice(7, None)), "has no samples, and collate= joins them, expected one"),
+        ((slice(None), slice(0)), "had no sample in its first batch"),
+    ],
+)
+def test_a_rank_without_samples_is_refused_if_others_wait_for_its_batch_norm(first, message):
     expected, _ = packed_program(make_samples(), Normed().double())
-    with pytest.raises(
-        AssertionError,
-        match="this rank has no samples, and collate= joins them, expected one sample",
-    ):
-        run_ranks(2, train_with_batch_norm, expected, fresh=True)
-
-
-def begin_without_samples(rank):
-    net = convert_sync_batchnorm(Normed().double())
-    cut = ByCost(tokens_of, collate=whole, combine=sum)
-    step = parallel_step(net, devices=["cpu"], lr=0.0, cut=cut)
-    step([] if rank else make_samples())
-
-
-@pytest.mark.slow
-def test_a_rank_without_samples_in_its_first_batch_is_refused_if_others_wait_for_its_batch_norm():
-    with pytest.raises(AssertionError, match="this rank had no sample in its first batch"):
-        run_ranks(2, begin_without_samples, fresh=True)
+    with pytest.raises(AssertionError, match=f"this rank {message}"):
+        run_ranks(2, train_with_batch_norm, expected, first, fresh=True)
 
 
 def unmarked_targets(samples):

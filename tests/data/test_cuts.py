@@ -2,19 +2,18 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from balanced_parallel.data.cuts import cut_by_cost, cut_to_budget
 
 
-def padded(costs: Sequence[float]) -> float:
+def padded(costs):
     return len(costs) * max(costs)
 
 
-def partitions(rows: int, shards: int) -> Iterator[list[list[int]]]:
-    def assign(row: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
+def partitions(rows, shards):
+    def assign(row, groups):
         if row == rows:
             yield groups
             return
@@ -28,15 +27,11 @@ def partitions(rows: int, shards: int) -> Iterator[list[list[int]]]:
     return assign(0, [])
 
 
-def largest(
-    groups: Sequence[Sequence[int]],
-    costs: Sequence[float],
-    combine: Callable[[Sequence[float]], float],
-) -> float:
+def largest(groups, costs, combine):
     return max(combine([costs[row] for row in group]) for group in groups)
 
 
-DRAWS: dict[str, Callable[[random.Random], float]] = {
+DRAWS = {
     "whole": lambda numbers: numbers.randint(1, 50),
     "long tail": lambda numbers: numbers.expovariate(1.0),
     "equal": lambda numbers: 5.0,
@@ -50,9 +45,7 @@ DRAWS: dict[str, Callable[[random.Random], float]] = {
     [(None, 1.0002), (sum, 1.05), (lambda costs: len(costs) * max(costs) ** 2, 1.0002)],
     ids=["padded", "sum", "own"],
 )
-def test_largest_cost_is_that_of_the_best_partition(
-    draw: str, combine: Callable[[Sequence[float]], float] | None, limit: float
-) -> None:
+def test_largest_cost_is_that_of_the_best_partition(draw, combine, limit):
     numbers = random.Random(0)
     for _ in range(60):
         rows = numbers.randint(1, 7)
@@ -66,13 +59,13 @@ def test_largest_cost_is_that_of_the_best_partition(
         assert largest(cut, costs, combine or padded) <= limit * best, (costs, shards, cut)
 
 
-def test_a_row_over_the_budget_is_named() -> None:
+def test_a_row_over_the_budget_is_named():
     with pytest.raises(ValueError, match="row 2 alone costs 30, expected at most the budget of 24"):
         cut_to_budget([3, 4, 30], 24)
 
 
 @pytest.mark.parametrize("cost", [-1, math.nan, math.inf])
-def test_a_cost_out_of_range_is_named(cost: float) -> None:
+def test_a_cost_out_of_range_is_named(cost):
     for cut in (lambda costs: cut_by_cost(costs, 2), lambda costs: cut_to_budget(costs, 9)):
         with pytest.raises(
             ValueError,
@@ -84,7 +77,7 @@ def test_a_cost_out_of_range_is_named(cost: float) -> None:
 @pytest.mark.parametrize(
     "combine", [None, sum, lambda costs: sum(costs)], ids=["padded", "sum", "own"]
 )
-def test_shards_within_a_budget(combine: Callable[[Sequence[float]], float] | None) -> None:
+def test_shards_within_a_budget(combine):
     numbers = random.Random(0)
     for _ in range(30):
         costs = [numbers.randint(1, 20) for _ in range(numbers.randint(1, 7))]

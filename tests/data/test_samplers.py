@@ -4,8 +4,6 @@ import random
 from itertools import chain
 
 import pytest
-from helpers.ranks import run_ranks
-from helpers.steps import train_over
 from torch.utils.data import DataLoader
 
 from balanced_parallel import BalancedBatchSampler, RankBatchSampler
@@ -191,16 +189,6 @@ def test_invalid_costs_raise_an_error(cost):
         BalancedBatchSampler([1.0, cost, 2.0], 2)
     with pytest.raises(ValueError, match="0 rows, batch_size=2"):
         BalancedBatchSampler([], 2)
-
-
-def losses_of(rank):
-    return train_over(BalancedBatchSampler(LENGTHS[:20], 8, seed=0), 20)
-
-
-def test_ranks_train_as_one_process():
-    losses = losses_of(0)
-    for losses_of_rank in run_ranks(2, losses_of):
-        assert losses_of_rank == pytest.approx(losses, rel=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -209,9 +209,15 @@ def test_other_errors_of_samplers():
         list(shrinking)
 
 
-def losses_of(rank):
+TRAINED = {
+    "drawn": lambda: RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS), 6, seed=0),
+    "equal cost": lambda: BalancedBatchSampler(COSTS, 8, seed=0),
+}
+
+
+def losses_of(rank, name):
     torch.manual_seed(rank)
-    return train_over(RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS), 6, seed=0), ROWS)
+    return train_over(TRAINED[name](), ROWS)
 
 
 def fail_with_weights_of(rank):
@@ -224,9 +230,10 @@ def fail_with_weights_of(rank):
         step(torch.randn(len(rows), 4), class_targets(len(rows)))
 
 
-def test_ranks_train_as_one_process():
-    losses = losses_of(0)
-    for losses_of_rank in run_ranks(2, losses_of):
+@pytest.mark.parametrize("name", TRAINED)
+def test_ranks_train_as_one_process(name):
+    losses = losses_of(0, name)
+    for losses_of_rank in run_ranks(2, losses_of, name):
         assert losses_of_rank == pytest.approx(losses, rel=1e-10)
 
 

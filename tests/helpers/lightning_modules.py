@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -159,6 +160,10 @@ def fit(module, strategy="auto", batches=1, rows=12, checkpoint=None, selected=N
         module, load(rows // batches, selected), load(12), ckpt_path=checkpoint, weights_only=False
     )
     return trainer
+
+
+def assert_same_state(module, expected, tolerance=1e-12):
+    assert_close(module.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance)
 
 
 def fit_on_a_rank(folder, kind, batches):

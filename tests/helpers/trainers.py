@@ -183,29 +183,26 @@ def train_plainly(model, rows, window, loss_of=model_loss, learning_rate=0.5):
     return numbers
 
 
+ARGUMENTS = {
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "num_train_epochs": 1,
+    "logging_steps": 1,
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 1e9,
+    "train_sampling_strategy": "sequential",
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
 def make_arguments(folder=None, **settings):
     """Returns arguments of a Trainer that trains as :func:`train_plainly` does, with two rows for each device."""
-    sizes = {
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "num_train_epochs": 1,
-        "logging_steps": 1,
-    }
-    rates = {
-        "optim": "sgd",
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1e9,
-    }
-    places = {
-        "train_sampling_strategy": "sequential",
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(
-        folder or tempfile.mkdtemp(), use_cpu=True, **{**sizes, **rates, **places, **settings}
-    )
+    return TrainingArguments(folder or tempfile.mkdtemp(), **{**ARGUMENTS, **settings})
 
 
 def train(trainer, **settings):

@@ -24,6 +24,7 @@ from helpers.lightning_modules import (  # noqa: E402
     SeveralMeans,
     SharpeRatio,
     WithConstant,
+    assert_same_state,
     fit,
     load,
 )
@@ -35,10 +36,6 @@ from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainSte
 from balanced_parallel.integrations.lightning import BalancedStrategy  # noqa: E402
 
 SHAPES = [(["cpu"], 2), (["cpu"] * 3, 1), (["cpu"] * 3, 2), (["cpu"] * 5, 3)]
-
-
-def assert_same_state(module, expected, tolerance=1e-12):
-    assert_close(module.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance)
 
 
 def check_fit(

@@ -21,6 +21,7 @@ from helpers.lightning_modules import (  # noqa: E402
     Classifier,
     SharpeRatio,
     SimulatedAccelerator,
+    assert_same_state,
     fit,
     load,
     quiet,
@@ -43,10 +44,6 @@ from balanced_parallel import (  # noqa: E402
     simulate,
 )
 from balanced_parallel.integrations.lightning import BalancedStrategy  # noqa: E402
-
-
-def assert_same_state(module, expected, tolerance=1e-12):
-    assert_close(module.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance)
 
 
 def fit_both(make, devices=3, batches=2, **settings):

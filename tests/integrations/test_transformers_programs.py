@@ -31,24 +31,30 @@ def make_whole(folder, **settings):
     return make_arguments(folder, **saved, **settings)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of four devices, and the numbers of its run."""
+    folder = tmp_path_factory.mktemp("saved")
+    arguments = make_whole(folder, per_device_train_batch_size=2)
+    with simulate(4):
+        trainer = make_trainer(BalancedTrainer, arguments, range(4), model=make_model("gpt2"))
+        return str(folder / "checkpoint-4"), train(trainer)
+
+
 @pytest.mark.parametrize(
     ("devices", "rows", "batches"), [(None, 2, 4), (None, 8, 1), (2, 2, 2), (4, 2, 1), (4, 1, 2)]
 )
-def test_a_resume_in_mid_epoch_on_other_devices(devices, rows, batches, tmp_path):
+def test_a_resume_in_mid_epoch_on_other_devices(devices, rows, batches, tmp_path, saved):
     """The checkpoint is of four devices with two rows each, after the first update of the second epoch."""
-    layout = {"per_device_train_batch_size": 2}
-    before = make_whole(tmp_path / "before", **layout)
-    with simulate(4):
-        saving = make_trainer(BalancedTrainer, before, range(4), model=make_model("gpt2"))
-        expected = train(saving)
+    checkpoint, expected = saved
     assert len(expected) == 6
     arguments = make_whole(
-        tmp_path / "after", per_device_train_batch_size=rows, gradient_accumulation_steps=batches
+        tmp_path, per_device_train_batch_size=rows, gradient_accumulation_steps=batches
     )
     with simulate(4):
         ids = None if devices is None else range(devices)
         trainer = make_trainer(BalancedTrainer, arguments, ids or ["cpu"], model=make_model("gpt2"))
-        result = train(trainer, resume_from_checkpoint=str(tmp_path / "before" / "checkpoint-4"))
+        result = train(trainer, resume_from_checkpoint=checkpoint)
     assert_close(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 

@@ -5,7 +5,15 @@ import tempfile
 import pytest
 import torch
 import transformers
-from helpers.trainers import make_arguments, make_model, make_rows, pad, train, train_plainly
+from helpers.trainers import (
+    ARGUMENTS,
+    make_arguments,
+    make_model,
+    make_rows,
+    pad,
+    train,
+    train_plainly,
+)
 from torch import nn
 from torch.nn import functional as F
 from transformers import Trainer
@@ -15,19 +23,6 @@ from balanced_parallel.integrations.transformers import BalancedTrainer
 
 THREE = ["cpu"] * 3
 IN_PARTS = [{"gradient_accumulation_steps": 3}, {"device_ids": THREE}]  # of two rows each
-
-
-def settings_of(**settings):
-    """Returns the settings of :func:`make_arguments` for arguments of another class."""
-    arguments = make_arguments(**settings)
-    names = (
-        "per_device_train_batch_size per_device_eval_batch_size num_train_epochs logging_steps optim "
-        "learning_rate max_grad_norm"
-    )
-    names += (
-        " lr_scheduler_type train_sampling_strategy report_to save_strategy disable_tqdm use_cpu"
-    )
-    return {name: getattr(arguments, name) for name in [*names.split(), *settings]}
 
 
 def check(numbers, expected, tolerance=1e-4):
@@ -325,8 +320,10 @@ def test_sequence_to_sequence(parts):
             **more,
         )
 
-    whole = make(transformers.Seq2SeqTrainer, settings_of(per_device_eval_batch_size=13)).evaluate()
-    trainer = make(kind, settings_of(**parts), device_ids=devices)
+    whole = make(
+        transformers.Seq2SeqTrainer, {**ARGUMENTS, "per_device_eval_batch_size": 13}
+    ).evaluate()
+    trainer = make(kind, {**ARGUMENTS, **parts}, device_ids=devices)
     metrics = trainer.evaluate()
     for name in ("eval_loss", "eval_sum", "eval_rows"):
         assert metrics[name] == pytest.approx(whole[name], rel=1e-5)

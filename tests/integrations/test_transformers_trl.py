@@ -6,6 +6,7 @@ import tempfile
 import pytest
 import torch
 from helpers.ranks import run_ranks
+from helpers.trainers import ARGUMENTS
 from torch.testing import assert_close
 
 from balanced_parallel import simulate
@@ -18,23 +19,7 @@ pytestmark = [
 ]
 
 THREE = ["cpu"] * 3
-SETTINGS = {
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 2,
-    "num_train_epochs": 1,
-    "logging_steps": 1,
-    "optim": "sgd",
-    "learning_rate": 0.5,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 1e9,
-    "train_sampling_strategy": "sequential",
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-}
+SETTINGS = {**ARGUMENTS, "bf16": False, "gradient_checkpointing": False}
 
 
 @functools.cache

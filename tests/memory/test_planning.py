@@ -251,13 +251,11 @@ def test_seconds_bound_a_search():
 
 
 def test_seconds_bound_the_search_for_more_devices(monkeypatch):
-    run = Search.run
-
-    def run_until_the_end(search):
-        run(search)
+    def try_last_layout(search):
+        search._fits(*search._make(search._groups[0][-1:]))
         monkeypatch.setattr(tracer.Processes, "_check_time", Mock(side_effect=TimeoutError))
 
-    monkeypatch.setattr(Search, "run", run_until_the_end)
+    monkeypatch.setattr(Search, "_trace", try_last_layout)
     plan = make_plan("20KiB", 2, 24, **ONE_BLOCK, precision="fp16")
     assert plan.needs[1] is None
     assert "nearest that does: larger devices" in plan.verdict
@@ -337,7 +335,7 @@ def test_plan_prints_what_it_tries_before_the_first_trace(nets, monkeypatch, cap
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     monkeypatch.setattr(Option, "choose", Mock(side_effect=ValueError("no trace")))
     with pytest.raises(SystemExit):
-        main(["plan", "--problem", nets("small"), "--device-kind", "sim", "--memory", "1GiB"])
+        main(f"plan --problem {nets('small')} --device-kind sim --memory 1GiB".split())
     output, errors = capsys.readouterr()
     assert re.search(TRYING, errors)[1] == "replicas"
     assert "trying" not in output

@@ -240,6 +240,9 @@ def test_a_converted_subclass_equals_the_plain_program(kind, double):
     assert_close(converted.norm.running_var, net.norm.running_var)
     assert isinstance(converted.norm, kind)
     assert type(convert_sync_batchnorm(converted).norm) is type(converted.norm)
+    report = verify(converted, nn.CrossEntropyLoss(), x, target, device_ids=CPUS)
+    assert report.equal
+    assert report.plain_loss == pytest.approx(loss.item(), rel=1e-12)  # of the net as it was given
 
 
 def test_a_subclass_of_sync_batch_norm_runs_on_the_cpu(double):
@@ -248,16 +251,6 @@ def test_a_subclass_of_sync_batch_norm_runs_on_the_cpu(double):
     expected = make_net(NormAct(4))(x)
     assert_close(net(x), expected)
     assert_close(DataParallelModel(net, CPUS)(x).gather(), expected)
-
-
-def test_verify_compares_with_the_net_as_it_was_given(double):
-    net = make_net(NormAct(4))
-    x = torch.randn(7, 2, 5, 5)
-    target = class_targets(7)
-    loss = F.cross_entropy(copy.deepcopy(net)(x), target).item()
-    report = verify(convert_sync_batchnorm(net), nn.CrossEntropyLoss(), x, target, device_ids=CPUS)
-    assert report.equal
-    assert report.plain_loss == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", [OwnStatistics, Ghost])

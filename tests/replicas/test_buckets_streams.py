@@ -108,6 +108,13 @@ def current_streams():
     return {torch.accelerator.current_stream(f"sim:{index}").stream_id for index in range(2)}
 
 
+def run_backward(model, balanced):
+    """Runs a backward. Returns the optimizer, if one is balanced, which owns the gradients."""
+    optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
+    DataParallelCriterion(nn.MSELoss())(model(torch.ones(4, 4)), torch.ones(4, 5)).backward()
+    return optimizer
+
+
 @pytest.mark.parametrize("balanced", [False, True])
 def test_sums_run_on_side_streams(small_buckets, monkeypatch, balanced):
     """All but those of the last bucket, with which nothing could overlap."""
@@ -124,8 +131,7 @@ def test_sums_run_on_side_streams(small_buckets, monkeypatch, balanced):
 
         monkeypatch.setattr(transport, name, watched)
         model = DataParallelModel(build_net())
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
-        DataParallelCriterion(nn.MSELoss())(model(torch.ones(4, 4)), torch.ones(4, 5)).backward()
+        optimizer = run_backward(model, balanced)
         beside = [some for some in streams if 0 not in some]
         assert len(beside) == 3
         assert [some for some in streams if some not in beside] == [{0}]
@@ -138,8 +144,7 @@ def test_gradients_belong_to_the_computing_streams(small_buckets, balanced):
     """Their memory is given back to these streams, where activations can use it."""
     with simulate(2):
         model = DataParallelModel(build_net())
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
-        DataParallelCriterion(nn.MSELoss())(model(torch.ones(4, 4)), torch.ones(4, 5)).backward()
+        optimizer = run_backward(model, balanced)
         leaves = list(model.parameters())
         assert len(leaves) >= 4
         for leaf in leaves:

@@ -1,8 +1,6 @@
 """Replicas that live between steps, and follow every change of the module.
 
 Copies of parameters on other devices, refreshed where the parameters have changed.
-
-Copies between devices in one step: how many, and how many of them wait for each other.
 """
 
 import copy
@@ -232,26 +230,3 @@ def test_a_refresh_without_memory_is_made_again(fused):
                 found = gather(model(x), "cpu")
             assert_close(found, net(x.to("sim:0")).cpu())
         assert failures > 3
-
-
-class Copies:
-    """Copies between devices since the last look."""
-
-    def __init__(self, cluster):
-        self.cluster = cluster
-        self.seen = 0
-
-    def take(self):
-        found = self.cluster.copies[self.seen :]
-        self.seen += len(found)
-        return [ends for ends in found if "cpu" not in ends]
-
-
-def build():
-    return nn.Sequential(
-        nn.Linear(4, 30),
-        nn.BatchNorm1d(30),
-        nn.Linear(30, 30),
-        nn.BatchNorm1d(30),
-        nn.Linear(30, 3),
-    )

@@ -1,12 +1,23 @@
-"""State that a forward writes in each replica: equal in all of them, or an error."""
+"""State that a forward writes in each replica: equal in all of them, or an error.
+
+Writes to parameters that torch does not record: by optimizers and through ``.data``, compared with the plain program.
+
+Evaluation without a graph: modes are put back, replicas follow, and training goes on.
+"""
+
+import copy
+import io
 
 import pytest
 import torch
 from helpers.optimizers import sgd
+from helpers.problems import assert_equal, build_net
+from helpers.slow import pairs
 from torch import nn
 from torch.testing import assert_close
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+from balanced_parallel.savings import inference
 
 
 class Stateful(nn.Module):
@@ -127,3 +138,155 @@ def test_state_that_does_not_depend_on_the_rows_stays():
         net.eval()
         net.write = in_place
         DataParallelModel(net)(torch.randn(7, 4))  # in evaluation each replica may have its own
+
+
+@pytest.mark.usefixtures("double")
+def test_parameters_keep_their_class_and_serialization():
+    with simulate(3):
+        net = build_net().to("sim:0")
+        model = DataParallelModel(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        gather(model(torch.randn(5, 4))).sum().backward()
+        optimizer.step()
+        kept = net[0].weight.data
+        assert all(
+            type(parameter) is nn.Parameter and not vars(parameter)
+            for parameter in net.parameters()
+        )
+        assert type(kept) is torch.Tensor
+        assert type(net[0].weight.detach()) is torch.Tensor
+        assert all(
+            type(parameter) is nn.Parameter for parameter in copy.deepcopy(model).parameters()
+        )
+        net.to("cpu")
+        assert net[0].weight.data.device.type == "cpu"
+        for saved in (net.state_dict(), net[0].weight, list(net.parameters())):
+            file = io.BytesIO()
+            torch.save(saved, file)
+            assert b"balanced_parallel" not in file.getvalue()
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        net.half()
+        assert net[0].weight.dtype == torch.float16
+    file = io.BytesIO()
+    torch.save(net, file)
+    assert b"balanced_parallel" not in file.getvalue()
+
+
+class Momentum(nn.Module):
+    """The second layer follows the first in each forward, as in MoCo."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query = nn.Linear(4, 3)
+        self.key = nn.Linear(4, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.key.weight.lerp_(self.query.weight, 0.5)
+        return self.query(x) - self.key(x + 1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_forward_that_writes_parameters_runs_once_per_device(frozen, enabled):
+    x = torch.randn(6, 4)
+    expected = Momentum()
+    output = expected(x)
+    with simulate(2), torch.set_grad_enabled(enabled):
+        for devices in (["sim:0", "sim:1"], ["cpu", "sim:1"]):
+            net = Momentum()
+            net.key.requires_grad_(not frozen)
+            found = gather(DataParallelModel(net, devices)(x))
+            assert_close(found.cpu(), output)
+            assert_close(net.key.weight.cpu(), expected.key.weight)
+        for devices in (["cpu", "cpu"], ["sim:0", "sim:1", "sim:1"]):
+            net = Momentum()
+            net.key.requires_grad_(not frozen)
+            with pytest.raises(
+                RuntimeError,
+                match="wrote to a parameter that several replicas on one device share, .* expected one",
+            ):
+                DataParallelModel(net, devices)(x)
+
+
+def make_net():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 5))
+    net[1].eval()  # frozen
+    return net
+
+
+def test_modes_are_put_back_after_an_error_too():
+    net = make_net()
+    other = nn.Dropout()
+
+    def fail():
+        with inference(net, other):
+            assert not any(module.training for module in [*net.modules(), other])
+            assert not net(torch.ones(2, 4)).requires_grad
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [module.training for module in net.modules()] == [True, True, False, True, True]
+    assert other.training
+    assert not torch.is_inference_mode_enabled()
+
+    @inference(net)
+    def evaluate():
+        return net(torch.ones(2, 4))
+
+    assert evaluate().is_inference()
+    assert evaluate().is_inference()
+    assert net.training
+
+
+class Forces(nn.Module):
+    """Energies, and their gradients by the positions, by features, or by a weight."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.first = nn.Linear(3, 6)
+        self.second = nn.Linear(6, 1)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_() if self.way == "detached" else x
+            features = self.first(x).tanh()
+            energies = self.second(features)
+            of = {"features": features, "weight": self.second.weight}.get(self.way, x)
+            (gradient,) = torch.autograd.grad(energies.sum(), of)
+        return energies.detach(), gradient
+
+
+@pytest.mark.parametrize(
+    ("way", "frozen", "devices"),
+    pairs(["positions", "detached", "features", "weight"], [False, True], [None, ["cpu"] * 3]),
+)
+def test_gradients_in_a_forward_under_no_grad(double, way, frozen, devices):
+    """Shards had no graph to their input, and replicas on other devices had parameters without ``requires_grad``."""
+    plain = Forces(way)
+    x = torch.randn(7, 3, requires_grad=True)
+    with simulate(3):
+        net = copy.deepcopy(plain)
+        model = DataParallelModel(net, devices)
+        inputs = x.detach().to("cpu" if devices else "sim:0").requires_grad_()
+        model(inputs)
+        # The copies are there by then.
+        for module in (plain, net):
+            module.first.requires_grad_(not frozen)
+        model.refresh_replicas()
+        with torch.no_grad():
+            outputs = model(inputs)
+            energies, forces = plain(x)
+        assert_equal(outputs.unzip()[0].gather("cpu"), energies)
+        parts = [part.cpu() for _, part in outputs]
+        total = sum(parts) if way == "weight" else torch.cat(parts)
+        assert_equal(total, forces)
+        copies = [copied for each in model.replicas.copies.by_device.values() for copied in each]
+        expected = [parameter.requires_grad for parameter in net.parameters()]
+        assert [copied.requires_grad for copied in copies] == expected * (0 if devices else 2)
+        assert all(tensor.grad is None for tensor in (*net.parameters(), *copies, inputs))

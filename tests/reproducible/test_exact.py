@@ -54,12 +54,6 @@ def bits_of(step, *values):
     return [digest(value) for value in (*values, *parameters, *(each.grad for each in parameters))]
 
 
-# Values
-
-
-# Sums and norms
-
-
 # Failures and values that are not finite
 
 
@@ -268,10 +262,6 @@ def test_what_would_round_in_another_way_is_refused(name, monkeypatch):
         monkeypatch.setattr(exact, "_MOST_GROUPS", 5)
     with simulate(1), pytest.raises((ValueError, RuntimeError, TypeError), match=message):
         make_step(**settings)(*rows)
-
-
-def pairs(output, labels):
-    return F.cross_entropy(output @ output.t(), torch.arange(len(output)))
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,3 @@ def test_two_threads_have_the_same_bits_in_all_layouts():
     assert not differences(train(0, problem, Layout(in_turn=(("cpu",) * 3,))), expected)
     # The number of threads matters here.
     assert differences(train(0, problem._replace(threads=1), ONE), expected)
-
-
-# Broken on purpose

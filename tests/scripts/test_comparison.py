@@ -11,7 +11,7 @@ FLAGS = "--simulate 4 --memory 2GiB --steps 3 --batch-size 8 --vocabulary 500 --
 @pytest.mark.slow
 def test_simulated_gpus_print_losses_and_memory_and_write_the_plot(tmp_path):
     plot = tmp_path / "plots" / "peak.png"
-    output, lines, summary = train(tmp_path / "sim", *FLAGS.split(), "--plot", plot)
+    output, lines, summary = train(tmp_path / "sim", FLAGS, "--plot", plot)
     names = [f"sim:{index}" for index in range(4)]
     assert summary["devices"] == names
     assert output.startswith(
@@ -56,9 +56,7 @@ def rows_of(output):
 
 
 def test_a_simulation_prints_one_line_for_each_configuration_and_no_table(tmp_path):
-    done = run(
-        "--simulate", 2, "--task", "digits", "--steps", 2, "--precision", "bf16", "--out", tmp_path
-    )
+    done = run("--simulate 2 --task digits --steps 2 --precision bf16 --out", tmp_path)
     output = done.stdout
     errors = done.stderr.splitlines()
     assert [line.partition(": loss")[0] for line in errors if line.startswith("step ")] == [
@@ -81,25 +79,9 @@ def test_a_simulation_prints_one_line_for_each_configuration_and_no_table(tmp_pa
 
 @pytest.mark.slow
 def test_missing_compiler_falls_back_to_cpu_replicas(tmp_path):
-    flags = [
-        "--simulate",
-        3,
-        "--task",
-        "digits",
-        "--steps",
-        2,
-        "--plot",
-        tmp_path / "peak.png",
-        "--out",
-        tmp_path / "run",
-    ]
-    nowhere = {
-        "PATH": str(tmp_path),
-        "HOME": str(tmp_path),
-        "XDG_CACHE_HOME": str(tmp_path),
-        "CXX": "",
-    }
-    done = run(*flags, **nowhere)
+    flags = f"--simulate 3 --task digits --out {tmp_path}/run"
+    nowhere = dict.fromkeys(["PATH", "HOME", "XDG_CACHE_HOME"], str(tmp_path)) | {"CXX": ""}
+    done = run(flags, f"--steps 2 --plot {tmp_path}/peak.png", **nowhere)
     assert done.returncode == 0, done.stderr
     assert "found no compiler" in done.stdout
     assert "Running 3 replicas on the CPU instead. Their memory is estimated." in done.stdout
@@ -107,15 +89,5 @@ def test_missing_compiler_falls_back_to_cpu_replicas(tmp_path):
     assert plain[2] == pytest.approx(balanced[2], rel=1e-4)
     assert plain[3] > balanced[3] >= balanced[4]
     assert (tmp_path / "peak.png").exists()
-    done = run(
-        "--simulate",
-        3,
-        "--memory",
-        "1GiB",
-        "--task",
-        "digits",
-        "--out",
-        tmp_path / "run",
-        **nowhere,
-    )
+    done = run(flags, "--memory 1GiB", **nowhere)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

@@ -9,19 +9,20 @@ import time
 import pytest
 import torch
 from helpers.processes import Script, run_script
-from helpers.scripts import SCRIPT, run, train
+from helpers.scripts import SCRIPT, run, train, words_of
 from helpers.slow import slow
 from helpers.torchrun import ranks_of, run_torchrun
 
 FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
-FLAGS = ["--task", "digits", "--steps", 30, "--batch-size", 100, "--checkpoint-every", 4]
+FLAGS = "--task digits --steps 30 --batch-size 100 --checkpoint-every 4"
+WORDS = words_of([FLAGS])
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The lines of the run that was never interrupted. An epoch has 15 steps."""
     out = tmp_path_factory.mktemp("undisturbed")
-    train(out, *FLAGS)
+    train(out, FLAGS)
     return lines_of(out)
 
 
@@ -32,7 +33,7 @@ def lines_of(out):
 def run_fault(place, step, out):
     """Runs until a fault that ``benchmarks/faults`` injects."""
     return run_script(
-        FAULTS, out / "faults", f"{place}:0:{step}", SCRIPT, "--out", out, *FLAGS, "--resume"
+        FAULTS, out / "faults", f"{place}:0:{step}", SCRIPT, "--out", out, *WORDS, "--resume"
     )
 
 
@@ -51,7 +52,7 @@ def test_killed_run_has_the_lines_of_the_undisturbed_one(undisturbed, tmp_path, 
     assert 0 < len(lines_of(tmp_path)) < len(undisturbed)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 16, "lo')  # the line that was being written
-    train(tmp_path, *FLAGS, "--resume")
+    train(tmp_path, FLAGS, "--resume")
     assert lines_of(tmp_path) == undisturbed
 
 
@@ -70,24 +71,24 @@ def signalled(number, step, *arguments, send=os.killpg):
 @pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_a_signal_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_path, number):
     """After Ctrl-C the steps since the last checkpoint were lost, with a traceback. The workers get the signal too."""
-    _, done = signalled(number, 3, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1)
+    _, done = signalled(number, 3, SCRIPT, "--out", tmp_path, *WORDS, "--workers", 1)
     assert done.returncode == 0
     assert "all state is saved: go on with --resume" in done.stdout
-    done = run("--out", tmp_path, *FLAGS)
+    done = run("--out", tmp_path, FLAGS)
     assert done.returncode == 2
     assert "checkpoints is of another run: go on with it by --resume" in done.stderr
-    train(tmp_path, *FLAGS, "--resume")
+    train(tmp_path, FLAGS, "--resume")
     assert lines_of(tmp_path) == undisturbed
 
 
 @pytest.mark.slow
 def test_sigterm_to_torchrun_saves_on_all_ranks(undisturbed, tmp_path):
-    signalled(signal.SIGTERM, 3, *ranks_of(SCRIPT, "--out", tmp_path, *FLAGS), send=os.kill)
+    signalled(signal.SIGTERM, 3, *ranks_of(SCRIPT, "--out", tmp_path, *WORDS), send=os.kill)
     saved = [int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()]
     assert len(lines_of(tmp_path)) == max(
         saved
     )  # the ranks may have passed step 4, whose checkpoint stays
-    train(tmp_path, *FLAGS, "--resume")
+    train(tmp_path, FLAGS, "--resume")
     losses = [
         [json.loads(line).get("loss", 0.0) for line in lines]
         for lines in (lines_of(tmp_path), undisturbed)
@@ -96,7 +97,7 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(undisturbed, tmp_path):
 
 
 def test_finished_run_is_loaded_with_three_lines_of_plain_torch(undisturbed, tmp_path):
-    train(tmp_path, *FLAGS[:2], "--steps", 1)
+    train(tmp_path, "--task digits --steps 1")
     sys.path.insert(0, str(SCRIPT.parent))
     try:
         from tasks import DigitClassifier
@@ -121,12 +122,12 @@ def test_full_disk_ends_the_run_with_one_line_and_leaves_the_last_checkpoint(tmp
 
 def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_their_folder(tmp_path):
     """The second start emptied ``metrics.jsonl``."""
-    train(tmp_path, *FLAGS[:2], "--steps", 4, "--checkpoint-every", 4)
+    train(tmp_path, "--task digits --steps 4 --checkpoint-every 4")
     lines = lines_of(tmp_path)
     for path in (tmp_path / "checkpoints").iterdir():
         (path / "checkpoint.json").write_text("")
     for _ in range(2):
-        done = run("--out", tmp_path, *FLAGS[:2], "--steps", 8, "--resume")
+        done = run("--task digits --steps 8 --resume --out", tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (
             2,
             3,
@@ -149,7 +150,7 @@ def test_ctrl_c_without_checkpoints_says_in_one_line_that_nothing_was_saved(tmp_
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_behind(tmp_path):
     session, _ = signalled(
-        signal.SIGINT, 3, *ranks_of(SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1)
+        signal.SIGINT, 3, *ranks_of(SCRIPT, "--out", tmp_path, *WORDS, "--workers", 1)
     )
     deadline = time.monotonic() + 10
     while processes_of(session) and time.monotonic() < deadline:
@@ -175,7 +176,7 @@ def processes_of(session):
 @pytest.mark.slow
 def test_resumed_run_on_two_ranks_stays_within_tolerance(undisturbed, tmp_path):
     assert run_fault("between", 8, tmp_path).returncode != 0
-    done = run_torchrun(SCRIPT, "--out", tmp_path, *FLAGS, "--resume")
+    done = run_torchrun(SCRIPT, "--out", tmp_path, *WORDS, "--resume")
     assert done.returncode == 0, done.stderr
     assert len(lines_of(tmp_path)) == len(undisturbed)
     for found, expected in zip(lines_of(tmp_path), undisturbed, strict=True):

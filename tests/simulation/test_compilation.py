@@ -52,11 +52,17 @@ def test_a_failing_compiler_raises_an_error_with_its_message(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [compiler]
 
 
-def test_processes_without_a_writable_home_share_a_folder_of_their_user(monkeypatch, tmp_path):
-    """Each process compiled into a folder of its own."""
+@pytest.fixture
+def without_home(monkeypatch, tmp_path):
+    """Leaves temporary folders alone."""
     monkeypatch.setattr(compilation.Path, "home", lambda: tmp_path / "file")
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(compilation.tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.usefixtures("without_home")
+def test_processes_without_a_writable_home_share_a_folder_of_their_user(monkeypatch, tmp_path):
+    """Each process compiled into a folder of its own."""
     folder = compilation.cache_folder()
     assert folder.parent == tmp_path
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -119,10 +125,8 @@ def test_a_folder_that_others_could_write_is_not_used(tmp_path, monkeypatch, exp
 @pytest.mark.parametrize(
     "make", [lambda path, target: path.symlink_to(target), lambda path, target: path.write_text("")]
 )
-def test_a_link_or_a_file_in_the_temporary_folder_is_not_used(tmp_path, monkeypatch, make):
-    monkeypatch.setattr(compilation.Path, "home", lambda: tmp_path / "file")
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(compilation.tempfile, "tempdir", str(tmp_path))
+@pytest.mark.usefixtures("without_home")
+def test_a_link_or_a_file_in_the_temporary_folder_is_not_used(tmp_path, make):
     target = tmp_path / "target"
     target.mkdir(mode=0o700)
     path = tmp_path / f"balanced_parallel-{os.getuid()}"
