@@ -17,7 +17,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -158,10 +158,21 @@ class MicroBatch(NamedTuple):
     shards: Sequence[Shard]
 
 
-# Notes what happens in the forwards of a model (:class:`ForwardNotes`): ``call(module, function,
-# *inputs, **kwargs)`` calls a function of a module and returns its output with the notes, and
-# ``open(output)`` returns both, with None for the notes of another output.
-Noting: TypeAlias = Any
+class Noting(Protocol):
+    """Notes what happens in the forwards of a model."""
+
+    def call(
+        self,
+        module: nn.Module,
+        function: Callable[..., object],
+        /,
+        *inputs: object,
+        **kwargs: object,
+    ) -> object:
+        """Calls a function of a module. Returns its output with the notes."""
+
+    def open(self, output: object) -> tuple[object, object]:
+        """Returns the output of :meth:`call`, and the notes. They are None for another output."""
 
 
 class ByHand(NamedTuple):
@@ -170,7 +181,7 @@ class ByHand(NamedTuple):
     method: str | None
     arguments: Arguments
     outputs: Callable[[], PerReplica | None]  # a weak reference
-    noting: Noting
+    noting: Noting | None
     put_state: Callable[[], None] | None = None  # Puts back the state before it.
 
 
@@ -188,7 +199,7 @@ class ParallelModel(nn.Module):
     # Methods that have run over devices or ranks, and the mode of the module, with True for those
     # that communicate with other ranks.
     runs: dict[tuple[str | None, bool], bool]
-    noting: Noting = None
+    noting: Noting | None = None
     # The latest forwards whose outputs have a number.
     latest: Sequence[ByHand] = ()
     batch: "Callable[[], Batch | None] | None" = None  # A weak reference, if a step runs the model.

@@ -268,7 +268,7 @@ def _refuse_compilation() -> None:
     )
 
 
-def _call(method: str | None, noting: Noting, replica: nn.Module, shard: Shard) -> Any:
+def _call(method: str | None, noting: Noting | None, replica: nn.Module, shard: Shard) -> Any:
     with torch.enable_grad():
         inputs, kwargs = move_arguments(shard.inputs, shard.device)
     function = replica if method is None else getattr(replica, method)
