@@ -5,12 +5,14 @@ torch's ``replicate`` walks and copies the tree at every forward. Here it is com
 was, and the skeletons are filled again.
 """
 
+import functools
 import itertools
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -23,7 +25,7 @@ from ..runtime.torch_private import (
     CHILDREN,
     FLAT_REFERENCES,
     FLAT_WEIGHTS,
-    FORWARD_HOOKS,
+    HOOKS,
     PARAMETERS,
     buffers_of,
     children_of,
@@ -83,7 +85,7 @@ class ModuleTree:
             for name in self._find_lists(module)
         ]
         self._numbers = {id(module): number for number, module in enumerate(self.modules)}
-        # Methods that a program has put on a module, most often a forward.
+        # Methods and functions that a program has put on a module, most often a forward.
         self._methods = list(self._find_methods())
 
     def _part(self, module: nn.Module) -> TreePart:
@@ -148,7 +150,7 @@ class ModuleTree:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""
         skeletons = {id(module): type(module).__new__(type(module)) for module in self.modules}
         for skeleton in skeletons.values():
-            skeleton.__dict__[FORWARD_HOOKS] = OrderedDict()
+            skeleton.__dict__.update((name, OrderedDict()) for name in HOOKS)
         return [
             (
                 part,
@@ -183,17 +185,16 @@ class ModuleTree:
     def _find_methods(self) -> Iterator[tuple[int, str]]:
         for number, module in enumerate(self.modules):
             for name, value in module.__dict__.items():
-                if isinstance(value, MethodType):
+                if _rebind(value, dict.fromkeys(self._numbers, self)) is not value:
                     yield number, name
 
     def _bind_methods(self, skeletons: Skeletons) -> None:
-        """Binds methods of modules of the tree to their skeletons."""
+        """Gives the skeletons methods and functions that call them in place of the modules."""
+        replicas = {id(part.module): skeleton for part, skeleton, _ in skeletons}
         for number, name in self._methods:
-            method = self.modules[number].__dict__.get(name)
-            owner = self._numbers.get(id(getattr(method, "__self__", None)))
-            if isinstance(method, MethodType) and owner is not None:
-                bound = MethodType(method.__func__, skeletons[owner][1])
-                skeletons[number][1].__dict__[name] = bound
+            state = skeletons[number][1].__dict__
+            if name in state:
+                state[name] = _rebind(state[name], replicas)
 
     def _find_caches(self) -> Iterator[tuple[int, str, Any]]:
         for place in self._custom:
@@ -220,19 +221,20 @@ class ModuleTree:
                 state[PARAMETERS] = {
                     name: None if at is None else tensors[at] for name, at in places
                 }
-            # A forward that registers hooks at its first call would otherwise register them once
-            # for each replica. The handle of a hook needs a dictionary that lives on, as that of
-            # the skeleton does.
-            hooks = skeleton.__dict__[FORWARD_HOOKS]
-            hooks.clear()
-            hooks.update(state[FORWARD_HOOKS])
-            state[FORWARD_HOOKS] = hooks
+            # A forward that registers hooks would otherwise register them in all replicas. The
+            # handle of a hook needs a dictionary that lives on, as that of the skeleton does.
+            attributes = skeleton.__dict__
+            for name in HOOKS:
+                hooks = attributes[name]
+                if hooks != state[name]:
+                    hooks.clear()
+                    hooks.update(state[name])
+                state[name] = hooks
             # Python without its lock frees a dictionary late that is replaced.
-            skeleton.__dict__.clear()
-            skeleton.__dict__.update(state)
+            attributes.clear()
+            attributes.update(state)
             # Activation checkpointing changes it.
-            if skeleton.__class__ is not part.module.__class__:
-                object.__setattr__(skeleton, "__class__", part.module.__class__)
+            object.__setattr__(skeleton, "__class__", part.module.__class__)
         if tensors is not None:
             for number, name, value in self._replace_lists(tensors):
                 skeletons[number][1].__dict__[name] = value
@@ -259,7 +261,7 @@ class ModuleTree:
         for part, skeleton, _ in skeletons:
             state = part.module.__dict__
             replica = skeleton.__dict__
-            fixed = {key: state[key] for key in (CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS)}
+            fixed = {key: state[key] for key in (CHILDREN, PARAMETERS, BUFFERS, *HOOKS)}
             for entries, other in (
                 (state[PARAMETERS], replica[PARAMETERS]),
                 (state[BUFFERS], replica[BUFFERS]),
@@ -355,6 +357,42 @@ class ModuleTree:
                     # The method reads sizes and weights of its object, and nothing else.
                     copied: Any = SimpleNamespace(**{**vars(rnn), name: weights})
                     nn.RNNBase.flatten_parameters(copied)
+
+
+def _rebind(value: Any, replicas: Mapping[int, Any], callers: tuple[int, ...] = ()) -> Any:
+    """Returns a method, or a function with its closure, in which replicas take the place of modules.
+
+    ``replicas`` are by the ids of the modules. Other values stay as they are.
+    """
+    if isinstance(value, nn.Module):
+        return replicas.get(id(value), value)
+    parts = () if id(value) in callers else _parts(value)
+    rebound = [_rebind(part, replicas, (*callers, id(value))) for part in parts]
+    if all(map(operator.is_, rebound, parts)):
+        return value
+    if not isinstance(value, FunctionType):
+        # A partial function has its arguments by name too.
+        return type(value)(*rebound, **getattr(value, "keywords", {}))
+    cells = [
+        cell if new is old else CellType(new)
+        for cell, new, old in zip(value.__closure__ or (), rebound, parts, strict=True)
+    ]
+    function = FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+    )
+    # Defaults of arguments by name are an attribute.
+    assigned = (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__")
+    return functools.update_wrapper(function, value, assigned)
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    """Returns the function and the arguments of a method, or the contents of a closure."""
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if type(value) is functools.partial:
+        return value.func, *value.args
+    cells = (isinstance(value, FunctionType) and value.__closure__) or ()
+    return tuple(None if cell == CellType() else cell.cell_contents for cell in cells)
 
 
 def _set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:
