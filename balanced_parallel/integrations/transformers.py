@@ -43,8 +43,8 @@ from ..training.update import Attempt, Forwards, Reduced
 
 Inputs = dict[str, Any]  # the arguments of a model, with the rows of a batch
 _SAMPLES = "_samples"  # the samples of a batch whose tensors have not one row for each
-# The modules of the replica whose forward runs, by the ids of the trainer's.
-_copies: ContextVar[Mapping[int, nn.Module]] = ContextVar("_copies", default=MappingProxyType({}))
+# The modules and the accelerator of the replica whose forward runs, by the ids of the trainer's.
+_copies: ContextVar[Mapping[int, Any]] = ContextVar("_copies", default=MappingProxyType({}))
 
 
 class Computed(NamedTuple):
@@ -108,7 +108,10 @@ class Task(nn.ModuleDict):
         # Forwards without a graph come before another one, and leave no trace, as repeated rows.
         if not counts or (compute is _loss_of_rows and not torch.is_grad_enabled()):
             trainer = trainer._apart()
-        token = _copies.set(dict(zip(map(id, self._originals), self.values(), strict=True)))
+        device = next(model.parameters()).device
+        copies = dict(zip(map(id, self._originals), self.values(), strict=True))
+        copies[id(trainer.accelerator)] = trainer._gathering(device, counts)
+        token = _copies.set(copies)
         try:
             if isinstance(rows, Mapping):
                 rows = dict(rows)
@@ -117,10 +120,8 @@ class Task(nn.ModuleDict):
                     samples = [samples[number] for number in numbers]
                     rows = {}
                 if not rows:
-                    device = next(model.parameters()).device
                     rows = move_leaves(dict(trainer.data_collator(samples)), device)
-            accelerator = trainer._gathering(counts=counts)
-            with trainer.compute_loss_context_manager(), trainer._having(accelerator=accelerator):
+            with trainer.compute_loss_context_manager():
                 return compute(trainer, model, rows)
         finally:
             _copies.reset(token)
@@ -178,24 +179,16 @@ class BalancedTrainer(Trainer):
             raise ValueError(
                 f"device_ids={device_ids!r} was given for a model that is on several devices, expected None"
             )
-        named = self._name_devices()
-        count = len(named)
+        # Quantized weights have no copies.
+        is_whole = self.is_model_parallel or getattr(self.model, "is_quantized", False)
+        named = device_ids or range(1 if is_whole else self._gpus or 1)
         # Batch sizes are multiples of the first. The second would multiply the loss.
-        vars(args).update(_n_gpu=count, average_tokens_across_devices=False)
+        vars(args).update(_n_gpu=len(named), average_tokens_across_devices=False)
         self._train_batch_size = args.train_batch_size
         if hasattr(args, "generation_batch_size"):  # GRPO, RLOO
-            args.generation_batch_size *= count
-        self.devices = [args.device] if count < 2 else resolve_devices(named)
-        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        parallelism = is_sharded or getattr(self.accelerator, "parallelism_config", None)
-        if parallelism or args.optim in ("lomo", "adalomo"):  # LOMO updates inside of the backward
-            raise ValueError(
-                f"DeepSpeed, FSDP, a parallelism_config or LOMO is set (optim={args.optim!r}), expected none: use Trainer"
-            )
-        if args.torch_compile and len(self.devices) > 1:
-            raise ValueError(
-                f"torch_compile=True with {len(self.devices)} devices in one process, expected one: start torchrun"
-            )
+            args.generation_batch_size *= len(named)
+        self.devices = resolve_devices(named) if named[1:] else [args.device]
+        self._refuse(args)
         # other models compute means, which are counted
         self.model_accepts_loss_kwargs &= bool(args.use_liger_kernel)
         self._loss_shifts_labels |= (
@@ -203,10 +196,19 @@ class BalancedTrainer(Trainer):
             in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         )
 
-    def _name_devices(self) -> Sequence[DeviceLike]:
-        # Quantized weights have no copies.
-        is_whole = self.is_model_parallel or getattr(self.model, "is_quantized", False)
-        return self._device_ids or range(1 if is_whole else self._gpus or 1)
+    def _refuse(self, args: Any) -> None:
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled or parallelism
+        if is_sharded or args.optim in ("lomo", "adalomo"):  # LOMO updates inside of the backward
+            raise ValueError(
+                f"DeepSpeed, FSDP, a parallelism_config or LOMO is set (optim={args.optim!r}), expected none: use Trainer"
+            )
+        # The second keeps what one thread saves for the backward.
+        for name in ("torch_compile", "activation_offloading"):
+            if len(self.devices) > 1 and getattr(args, name, False):
+                raise ValueError(
+                    f"{name}=True with {len(self.devices)} devices in one process, expected one: start torchrun"
+                )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator. Until the end of ``__init__``, ``args`` tell of one device, since
@@ -253,11 +255,13 @@ class BalancedTrainer(Trainer):
                 del self.__dict__[name]
             self.__dict__.update(before)
 
-    def _gathering(self, *, counts: bool) -> Any:
-        """Returns an accelerator that gathers from ranks with different numbers of rows, which TRL
-        asks for. Rows that are repeated are left out.
+    def _gathering(self, device: torch.device, counts: bool) -> Any:
+        """Returns an accelerator of a device, which gathers from ranks with different numbers of
+        rows. TRL asks for both. Rows that are repeated are left out.
         """
-        accelerator = self.accelerator
+        accelerator = copy.copy(self.accelerator)
+        vars(accelerator).update(state=copy.copy(accelerator.state))
+        vars(accelerator.state).update(device=device)
         if self.args.world_size == 1:
             return accelerator
 
@@ -269,9 +273,8 @@ class BalancedTrainer(Trainer):
             sizes = gather_objects(count)
             return gather_rows(rows[:count], sizes, 0) if any(sizes) else rows
 
-        gathering = copy.copy(accelerator)
-        vars(gathering).update(gather=gather, gather_for_metrics=gather)
-        return gathering
+        vars(accelerator).update(gather=gather, gather_for_metrics=gather)
+        return accelerator
 
     @property
     def _is_split(self) -> bool:
@@ -302,7 +305,7 @@ class BalancedTrainer(Trainer):
             RankTask(task, self.devices[0]) if over_ranks else DataParallelModel(task, self.devices)
         )
         scaler = self.accelerator.scaler
-        precision = Precision("fp32") if scaler is None else Precision("fp16", scaler)
+        precision = Precision("fp16" if scaler else "fp32", scaler)
         self._forwards = Forwards(
             wrapped, DataParallelCriterion(lambda computed: computed.loss), precision
         )
@@ -451,7 +454,11 @@ class BalancedTrainer(Trainer):
         def collect(calls: Any) -> list[Any]:  # It may have no labels.
             return [] if calls.outputs[0].loss is None else self._evaluated.collect(calls)
 
-        predict = functools.partial(_predict, arguments=arguments, settings=settings)
+        def predict(trainer: "BalancedTrainer", model: nn.Module, rows: Inputs) -> Computed:
+            step: Any = super().prediction_step
+            results = step(model, rows, *arguments, **settings)
+            return Computed(results[0], results)
+
         parts = []
         results = list[Sequence[Any]]()
         for rows, weight in self._split(inputs):
@@ -475,6 +482,12 @@ class BalancedTrainer(Trainer):
         self, model: nn.Module, rows: Inputs, return_outputs: bool = False, **_: object
     ) -> Any:
         """Calls ``compute_loss`` of the class, and tells it the number of labels in its rows."""
+        sorts_rows = "aot" in str(getattr(self, "loss_types", ""))
+        if self._is_split and (sorts_rows or "KL_input_ids" in rows):
+            raise ValueError(
+                "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence, and AOT sorts "
+                "the rows: expected another loss_type, as 'apo_zero_unpaired', or one device, without accumulation"
+            )
         return type(self).compute_loss(
             self,
             model,
@@ -511,26 +524,8 @@ def _explain_errors() -> Iterator[None]:
         ) from error
 
 
-def _predict(
-    trainer: BalancedTrainer,
-    model: nn.Module,
-    rows: Inputs,
-    arguments: Sequence[object],
-    settings: Mapping[str, object],
-) -> Computed:
-    """Returns the loss and the outputs of some rows."""
-    step: Any = super(BalancedTrainer, trainer).prediction_step
-    results = step(model, rows, *arguments, **settings)
-    return Computed(results[0], results)
-
-
 def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> Computed:
     """Returns the loss of some rows, which is told the number of their own labels."""
-    if "KL_input_ids" in rows and trainer._is_split:
-        raise ValueError(
-            "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence: expected "
-            "loss_type='apo_zero_unpaired', or one device, without accumulation"
-        )
     # losses over the tokens of all generated completions
     if getattr(trainer, "loss_type", None) in ("dapo", "cispo", "vespo"):
         args: Any = trainer.args

@@ -5,12 +5,14 @@ torch's ``replicate`` walks and copies the tree at every forward. Here it is com
 was, and the skeletons are filled again.
 """
 
+import functools
 import itertools
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -23,7 +25,7 @@ from ..runtime.torch_private import (
     CHILDREN,
     FLAT_REFERENCES,
     FLAT_WEIGHTS,
-    FORWARD_HOOKS,
+    HOOKS,
     PARAMETERS,
     buffers_of,
     children_of,
@@ -76,15 +78,19 @@ class ModuleTree:
         self.parameters = list(parameters.values())
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
-        self._special = list(self._find(range(len(self.modules)), self._is_special))
+        marks = dict.fromkeys(map(id, self.modules), self)
+        is_special = functools.partial(self._is_special, marks)
+        self._special = list(self._find(range(len(self.modules)), is_special))
 
-    def _is_special(self, value: object) -> bool:
-        """Returns True for a list of parameters, such as that of an RNN, and for a method that a
-        program has put on a module, most often a forward.
+    def _is_special(self, marks: Mapping[int, object], value: object) -> bool:
+        """Returns True for a list of parameters, such as that of an RNN, and for a method or a
+        function that a program has put on a module, most often a forward.
+
+        ``marks`` are objects by the ids of the modules.
         """
         if type(value) is list:
             return any(id(entry) in self.place for entry in value)
-        return isinstance(value, MethodType)
+        return _rebind(value, marks) is not value
 
     def _find(
         self, numbers: Iterable[int], is_sought: Callable[[object], bool]
@@ -105,14 +111,13 @@ class ModuleTree:
         self, names: Iterable[tuple[int, str]], counterparts: Mapping[int, Any]
     ) -> Iterator[tuple[int, str, Any]]:
         """Yields attributes of the modules by number and name, with other values in them: those of
-        ``counterparts``, by the ids of parameters, buffers, cached tensors, and owners of methods.
+        ``counterparts``, by the ids of parameters, buffers, cached tensors and modules.
         """
 
         def replace(value: Any) -> Any:
-            if isinstance(value, MethodType):
-                owner = value.__self__
-                return MethodType(value.__func__, counterparts.get(id(owner), owner))
-            return counterparts.get(id(value), value)
+            if isinstance(value, Tensor):
+                return counterparts.get(id(value), value)
+            return _rebind(value, counterparts)
 
         for number, name in names:
             value: Any = map_leaves(replace, self.modules[number].__dict__.get(name))
@@ -146,7 +151,7 @@ class ModuleTree:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""
         skeletons = {id(module): type(module).__new__(type(module)) for module in self.modules}
         for skeleton in skeletons.values():
-            skeleton.__dict__[FORWARD_HOOKS] = OrderedDict()
+            skeleton.__dict__.update((name, OrderedDict()) for name in HOOKS)
         return [
             (
                 part,
@@ -196,20 +201,20 @@ class ModuleTree:
                 state[BUFFERS] = {name: get(id(each)) for name, each in entries.items()}
             if entries := state[PARAMETERS]:
                 state[PARAMETERS] = {name: get(id(each), each) for name, each in entries.items()}
-            # A forward that registers hooks at its first call would otherwise register them once
-            # for each replica. The handle of a hook needs a dictionary that lives on, as that of
-            # the skeleton does.
+            # A forward that registers hooks would otherwise register them in all replicas. The
+            # handle of a hook needs a dictionary that lives on, as that of the skeleton does.
             attributes = skeleton.__dict__
-            hooks = attributes[FORWARD_HOOKS]
-            hooks.clear()
-            hooks.update(state[FORWARD_HOOKS])
-            state[FORWARD_HOOKS] = hooks
+            for name in HOOKS:
+                hooks = attributes[name]
+                if hooks != state[name]:
+                    hooks.clear()
+                    hooks.update(state[name])
+                state[name] = hooks
             # Python without its lock frees a dictionary late that is replaced.
             attributes.clear()
             attributes.update(state)
             # Activation checkpointing changes it.
-            if skeleton.__class__ is not part.module.__class__:
-                object.__setattr__(skeleton, "__class__", part.module.__class__)
+            object.__setattr__(skeleton, "__class__", part.module.__class__)
         if names := self._special + self._caches:
             counterparts |= {id(part.module): skeleton for part, skeleton, _ in skeletons}
             for number, name, value in self._replaced(names, counterparts):
@@ -231,7 +236,7 @@ class ModuleTree:
         for part, skeleton, _ in skeletons:
             state = part.module.__dict__
             replica = skeleton.__dict__
-            fixed = {key: state[key] for key in (CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS)}
+            fixed = {key: state[key] for key in (CHILDREN, PARAMETERS, BUFFERS, *HOOKS)}
             for entries, other in (
                 (state[PARAMETERS], replica[PARAMETERS]),
                 (state[BUFFERS], replica[BUFFERS]),
@@ -329,6 +334,42 @@ class ModuleTree:
 
 def _is_cache(value: object) -> bool:
     return type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value))
+
+
+def _rebind(value: Any, replicas: Mapping[int, Any], callers: tuple[int, ...] = ()) -> Any:
+    """Returns a method, or a function with its closure, in which replicas take the place of modules.
+
+    ``replicas`` are by the ids of the modules. Other values stay as they are.
+    """
+    if isinstance(value, nn.Module):
+        return replicas.get(id(value), value)
+    parts = () if id(value) in callers else _parts(value)
+    rebound = [_rebind(part, replicas, (*callers, id(value))) for part in parts]
+    if all(map(operator.is_, rebound, parts)):
+        return value
+    if not isinstance(value, FunctionType):
+        # A partial function has its arguments by name too.
+        return type(value)(*rebound, **getattr(value, "keywords", {}))
+    cells = [
+        cell if new is old else CellType(new)
+        for cell, new, old in zip(value.__closure__ or (), rebound, parts, strict=True)
+    ]
+    function = FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+    )
+    # Defaults of arguments by name are an attribute.
+    assigned = (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__")
+    return functools.update_wrapper(function, value, assigned)
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    """Returns the function and the arguments of a method, or the contents of a closure."""
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if type(value) is functools.partial:
+        return value.func, *value.args
+    cells = (isinstance(value, FunctionType) and value.__closure__) or ()
+    return tuple(None if cell == CellType() else cell.cell_contents for cell in cells)
 
 
 def _set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:

@@ -386,7 +386,12 @@ StorageReference = StorageWeakRef
 CHILDREN = "_modules"
 PARAMETERS = "_parameters"
 BUFFERS = "_buffers"
-FORWARD_HOOKS = "_forward_hooks"
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 # Keys of an RNN: its weights in cuDNN's order, and weak references that it compares with its
 # parameters.
 FLAT_WEIGHTS = "_flat_weights"

@@ -269,6 +269,36 @@ def test_a_model_of_reference_that_follows_on_distinct_devices():
     assert abs(constant[-1][1] / expected[0][-1][1] - 1) > 0.01
 
 
+def sum_over_tokens(outputs, labels, num_items_in_batch=None):
+    losses = torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    return losses / num_items_in_batch
+
+
+def sft_of_a_function():
+    kind, config, models, data, more = sft(["prompt", "completion"])
+    return kind, config, models, data | {"compute_loss_func": sum_over_tokens}, more
+
+
+@pytest.mark.parametrize(
+    "case", [CASES["sft, smoothed"], sft_of_a_function, CASES["kto without kl"]]
+)
+def test_forwards_that_trl_replaces_and_its_device_are_those_of_the_replica(case):
+    """A function around the forward called that of the first device. KTO moves rows to that of the accelerator."""
+    whole = {"per_device_train_batch_size": 6}
+    expected = run(case, evaluates=False, is_exact=False, **whole)
+    with simulate(3):
+        compare(run(case, evaluates=False, devices=range(3)), expected)
+
+
+def test_activation_offloading_of_trl_is_refused_on_several_devices():
+    """One object has what all threads save for the backward."""
+    case = functools.partial(sft, ["text"], activation_offloading=True)
+    with pytest.raises(ValueError, match="activation_offloading=True with 3 devices"):
+        run(case, evaluates=False, devices=THREE)
+
+
 def test_a_model_of_reference_in_bf16_keeps_the_forward_that_trl_gives_it():
     """accelerate puts autocast around it, and takes both away if it is asked for the model without autocast."""
     expected, _ = run(
@@ -303,6 +333,9 @@ def test_micro_batches_of_trl_differ():
             "for some rows, and .* for others|is not a function of sums",
         ),  # a mean over tokens, expanded to rows
         (functools.partial(kto), "KTO has a mean over the rows"),
+        # Two rows may be in one order before and after they are sorted.
+        (functools.partial(dpo, loss_type=["aot"]), "AOT sorts the rows"),
+        (functools.partial(dpo, loss_type=["aot_unpaired"]), "AOT sorts the rows"),
         (distillation, "is not a function of sums over the rows"),
         (
             functools.partial(sentences, "MultipleNegativesRankingLoss", "a", "b"),

@@ -175,3 +175,45 @@ def test_parameters_as_targets_are_refused():
     net = make(target_parameters=["bert.embeddings.word_embeddings.weight"], target_modules=[])
     with pytest.raises(TypeError, match="target_parameters"):
         train_in_parts(net, nothing)
+
+
+def make_llama(config):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_attention_heads=2, **sizes))
+    return peft.get_peft_model(base.double(), config).double().train()
+
+
+WORDS_OF_ADAPTERS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+LORA = {**WORDS_OF_ADAPTERS, "r": 2, "init_lora_weights": False}
+KINDS = {
+    # A forward puts the place of a word in each row into hooks, which replicas have shared.
+    "aLoRA": lambda: peft.LoraConfig(**LORA, alora_invocation_tokens=[5]),
+    "DoRA": lambda: peft.LoraConfig(**LORA, use_dora=True),
+    "head": lambda: peft.LoraConfig(**LORA | {"target_modules": ["embed_tokens", "lm_head"]}),
+    "words": lambda: peft.LoraConfig(**LORA, trainable_token_indices=[3, 4, 5]),
+    "VeRA": lambda: peft.VeraConfig(**WORDS_OF_ADAPTERS, r=4, init_weights=False),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_adapters(kind):
+    expected = train_plainly(make_llama(KINDS[kind]()), nothing, torch.optim.SGD, 0.1)
+    result = train_in_parts(make_llama(KINDS[kind]()), nothing, torch.optim.SGD, 0.1)
+    # The loss of Llama is computed in float32.
+    assert result[0] == pytest.approx(expected[0], rel=2e-6)
+    for name, parameter in result[1].items():
+        assert_close(parameter, expected[1][name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_an_adapter_of_sparse_weights():
+    net = make_llama(peft.ShiraConfig(r=2, init_weights=False, **WORDS_OF_ADAPTERS))
+    expected = net(**next(batches())).loss.item()
+    criterion = DataParallelCriterion(lambda output: output.loss)
+    optimizer = torch.optim.SGD(adapters(net), lr=0.1)
+    step = TrainStep(DataParallelModel(net, ["cpu"] * 3), criterion, optimizer, micro_batch_size=2)
+    assert step(next(batches())).item() == pytest.approx(expected, rel=2e-6)

@@ -137,24 +137,28 @@ def test_gradients_of_tied_and_listed_parameters_equal_the_plain_program(name, d
 class Capturing(nn.Module):
     """Registers a hook at its first call, as transformers does."""
 
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
         self.layer = nn.Linear(4, 5)
+        self.kind = kind
         self.is_hooked = False
 
     def forward(self, x):
         captured = []
         if not self.is_hooked:
-            self.layer.register_forward_hook(lambda module, inputs, output: captured.append(output))
+            register = getattr(self.layer, f"register_forward_{self.kind}")
+            register(lambda *_, **__: captured.append(None), with_kwargs=True)
             self.is_hooked = True
         self.layer(x)
         return torch.tensor([len(captured)])
 
 
-def test_hooks_that_a_replica_registers_are_its_own():
-    net = Capturing()
+@pytest.mark.parametrize("kind", ["hook", "pre_hook"])
+def test_hooks_that_a_replica_registers_are_its_own(kind):
+    """An adapter of peft passes values of its rows in such a hook."""
+    net = Capturing(kind)
     assert DataParallelModel(net, ["cpu"] * 3)(torch.randn(7, 4)).gather().tolist() == [1, 1, 1]
-    assert len(net.layer._forward_hooks) == 1
+    assert len(getattr(net.layer, f"_forward_{kind}s")) == 1
 
 
 KINDS = {
@@ -291,21 +295,50 @@ def test_tensors_in_plain_attributes_are_on_the_device_of_their_replica(kind, ro
 class Patched(nn.Module):
     """A module with a forward that a program has put on it, and a method of another module."""
 
-    def __init__(self):
+    def __init__(self, make):
         super().__init__()
         self.first = nn.Linear(3, 3)
         self.second = nn.Linear(3, 2)
-        self.forward = MethodType(lambda module, inputs: module.project(module.first(inputs)), self)
         self.project = self.second.forward
+        self.forward = make(self)
+
+    def forward(self, inputs):
+        return self.project(self.first(inputs))
 
 
-def test_methods_of_the_module_are_bound_to_the_replica():
+def around(net):
+    """Returns a function around the forward, as TRL makes a fused head."""
+    forward = net.forward
+
+    def call(*inputs, factor=2.0):
+        assert call
+        return forward(*inputs) * factor
+
+    return call
+
+
+def within(function):
+    return lambda _, inputs: function(inputs)
+
+
+PATCHES = {
+    "method": lambda net: MethodType(lambda net, x: net.project(net.first(x)), net),
+    "closure": around,
+    "method with a closure": lambda net: MethodType(within(around(net)), net),
+    "partial": lambda net: functools.partial(lambda net, x: net.project(net.first(x)), net),
+}
+
+
+@pytest.mark.parametrize("make", PATCHES.values(), ids=PATCHES)
+def test_methods_and_functions_on_a_module_are_bound_to_the_replica(make):
+    net = Patched(make)
+    inputs = torch.randn(4, 3)
+    expected = net(inputs)
     with simulate(2):
-        model = DataParallelModel(Patched(), [0, 1])
-        inputs = torch.randn(4, 3)
+        model = DataParallelModel(net, [0, 1])
         outputs = model(inputs)
         assert [str(output.device) for output in outputs] == ["sim:0", "sim:1"]
-        assert_close(outputs.gather("cpu"), model.module(inputs.to("sim:0")).cpu())
+        assert_close(outputs.gather("cpu"), expected)
         model.module.project = model.module.first.forward  # the same number of attributes
         assert [output.shape[1] for output in model(inputs)] == [3, 3]
 
