@@ -176,7 +176,7 @@ class _LargestResult(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch."""
         result = func(*args, **kwargs or {})
-        if isinstance(result, Tensor):
+        if isinstance(result, Tensor) and not torch.compiler.is_compiling():
             self.size = max(self.size, result.nbytes)
         return result
 
