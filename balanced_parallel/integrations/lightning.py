@@ -40,8 +40,6 @@ from ..replicas.replicas import copy_buffers
 from ..runtime.devices import DeviceLike, resolve_devices
 from ..strategies.ddp import DistributedModel
 
-# The rows, the result of training_step without the loss, and the calls of log().
-ShardResult = tuple[int, dict[str, object], list[Any]]
 LOSS = object()  # Stands for the loss in logged values.
 
 
@@ -52,10 +50,9 @@ class StepTask(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, inputs: tuple[object, ...]) -> tuple[Any, ShardResult]:
-        """Returns the loss, and what else the step has returned and logged.
-
-        Lightning gets it after the update.
+    def forward(self, inputs: tuple[object, ...]) -> tuple[Any, object]:
+        """Returns the loss, and what Lightning gets after the update: the number of rows, other
+        results of the step, and calls of log().
         """
         # The first of two passes leaves no trace.
         module = self.module if torch.is_grad_enabled() else twin(self.module)
@@ -87,7 +84,7 @@ class StepTask(nn.Module):
         return loss, (count_rows(inputs) or 1, output, logged)
 
 
-def scaled_loss(scale: Tensor, loss: Any, result: ShardResult) -> Any:
+def scaled_loss(scale: Tensor, loss: Any, result: object) -> Any:
     """Returns the loss that a step has computed, times the scale of a scaler."""
     return loss * scale
 
@@ -111,11 +108,6 @@ def is_loss(value: object, loss: object) -> bool:
     if isinstance(value, Tensor):
         return value.data_ptr() == loss.data_ptr()
     return type(value) is float and str(value) == str(loss.item())
-
-
-def count_trained(module: nn.Module) -> int:
-    """Returns the number of parameters that are trained."""
-    return sum(parameter.requires_grad for parameter in module.parameters())
 
 
 def count_updates(module: nn.Module) -> list[int]:
@@ -158,7 +150,7 @@ class ExactSteps(Strategy):
     """
 
     replica_devices: Sequence[DeviceLike] = ()
-    _layer_sync: Any = None  # Lightning sets it for sync_batchnorm=True.
+    _layer_sync = None  # Lightning sets it for sync_batchnorm=True.
 
     def setup(self, trainer: Any) -> None:
         """Sets up the module and its optimizers, and the :class:`TrainStep` of a fit."""
@@ -168,7 +160,7 @@ class ExactSteps(Strategy):
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        self._results: list[ShardResult] = []  # those of the shards of this window
+        self._results: list[Any] = []  # those of the shards of this window
         self._scale = torch.ones((), device=self.root_device)
         module: Any = self.lightning_module
         self._devices = self.replica_devices or [self.root_device]
@@ -180,13 +172,18 @@ class ExactSteps(Strategy):
                 f"{type(module).__name__} is compiled, or has automatic_optimization=False, expected neither: compile a part of "
                 "it, or call a TrainStep in its training_step, with a strategy of Lightning"
             )
+        self._trained = -1
         self._wrap(module)
         # Lightning calls it between forward and backward, and a TrainStep clears itself.
         self._zero_grad = module.optimizer_zero_grad
         vars(module)["optimizer_zero_grad"] = lambda *arguments: None
 
     def _wrap(self, module: Any) -> None:
-        """Wraps the module. Ranks share the gradients of what it trains then."""
+        """Wraps the module, again if other parameters are trained: ranks share these gradients."""
+        trained = sum(parameter.requires_grad for parameter in module.parameters())
+        if trained == self._trained:
+            return
+        self._trained = trained
         task = StepTask(module)
         self._replicas = (
             DistributedModel(task, self.root_device, None)
@@ -196,7 +193,6 @@ class ExactSteps(Strategy):
         self._replicas.note(ForwardNotes(may_stop=False), anew=True)  # Parts may be compiled.
         self._replicas.register_forward_hook(self._keep_results)
         self._step: TrainStep | None = None
-        self._trained = count_trained(module)
 
     def _make_step(self, inputs: tuple[object, ...], *, is_split: bool) -> TrainStep:
         for user in self.optimizers:
@@ -240,10 +236,8 @@ class ExactSteps(Strategy):
         self._scale.fill_(1.0 if scaler is None else scaler.scale(loss + 1))
         before = len(self._results)
         loop = module.trainer.fit_loop
-        if loop.batch_idx % batches == 0 and not loop._skip_backward:
-            self._clear_gradients(module)
-            if self._trained != count_trained(module):
-                self._wrap(module)
+        if loop.batch_idx % batches == 0:
+            self._begin(module)
         # The entries of a list may be rows.
         inputs = in_columns(module, inputs, list, tuple)
         is_last = loop._skip_backward or not loop._should_accumulate()
@@ -276,8 +270,11 @@ class ExactSteps(Strategy):
         result["loss"] = (loss * batches).requires_grad_()
         return result
 
-    def _clear_gradients(self, module: Any) -> None:
-        """Calls the hook of the module at the beginning of a window."""
+    def _begin(self, module: Any) -> None:
+        """Begins a window, whose hook clears gradients."""
+        if module.trainer.fit_loop._skip_backward:
+            return
+        self._wrap(module)
         optimizer = self.optimizers[0]
         self._zero_grad(module.current_epoch, module.trainer.fit_loop.batch_idx, optimizer)
         gradients = [
@@ -305,7 +302,7 @@ class ExactSteps(Strategy):
 
     def teardown(self) -> None:
         """Gives the hook back to the module."""
-        vars(self.lightning_module).pop("optimizer_zero_grad", None)
+        self.lightning_module.__dict__.pop("optimizer_zero_grad", None)
         super().teardown()
 
 

@@ -548,6 +548,8 @@ class Rounding(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch. Results in the memory of an argument stay as they are."""
         result = func(*args, **kwargs or {})
+        if torch.compiler.is_compiling():
+            return result
         memory = _memory(result)
         if memory is None or not result.is_floating_point() or memory in map(_memory, args):
             return result

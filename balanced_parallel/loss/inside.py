@@ -176,7 +176,8 @@ class _LargestResult(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch."""
         result = func(*args, **kwargs or {})
-        if isinstance(result, Tensor) and result.layout == torch.strided:
+        is_strided = isinstance(result, Tensor) and result.layout == torch.strided
+        if is_strided and not torch.compiler.is_compiling():
             self.size = max(self.size, result.nbytes)
         return result
 

@@ -266,8 +266,9 @@ class SumNotes(TorchFunctionMode):
             name = func.__self__.__name__
         is_property = name in _PROPERTIES and type(args[0]) is Tensor
         # The rows of a shard are computed of a sum of all of them.
-        is_of_all = func in (sum_over_rows, gather_statistics)
-        if is_of_all or (is_property and self._facts.of(args[0]) is None):
+        if func in (sum_over_rows, gather_statistics) or (
+            is_property and self._facts.of(args[0]) is None
+        ):
             return func(*args, **kwargs)
         if func in RULES or not self._is_unknown(name, args, kwargs):
             return self._call(func, args, kwargs)

@@ -112,6 +112,13 @@ class SeveralMeans(Classifier):
         )
 
 
+class Unfreezing(Classifier):
+    """A module whose frozen part has gradients from the second update on."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.frozen.requires_grad_(batch_idx > 0)
+
+
 class Contrastive(Classifier):
     def loss(self, batch, outputs):
         return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))

@@ -23,6 +23,7 @@ from helpers.lightning_modules import (  # noqa: E402
     Contrastive,
     SeveralMeans,
     SharpeRatio,
+    Unfreezing,
     WithConstant,
     assert_same_state,
     fit,
@@ -247,7 +248,8 @@ def test_one_shard_may_have_any_loss():
 
 
 @pytest.mark.parametrize(
-    ("kind", "batches"), [("Classifier", 1), ("Classifier", 2), ("SeveralMeans", 2)]
+    ("kind", "batches"),
+    [("Classifier", 1), ("Classifier", 2), ("SeveralMeans", 2), (Unfreezing.__name__, 1)],
 )
 def test_ranks(kind, batches, tmp_path):
     """Lightning starts the second process itself. Ranks have different numbers of rows."""
@@ -263,7 +265,8 @@ def test_ranks(kind, batches, tmp_path):
     gradients, metrics, names = torch.load(tmp_path / "result.pt", weights_only=False)
     expected = globals()[kind]()
     fit(expected, max_epochs=1, selected=range(30))
-    assert_close(gradients[0], expected.gradients[0], rtol=1e-10, atol=1e-12)
+    # Gradients of a part that is not optimized add up after the second update.
+    assert_close(gradients[:2], expected.gradients[:2], rtol=1e-9, atol=1e-12)
     assert_close(metrics["train_loss_step"], expected.results[-1][0], rtol=1e-5, atol=1e-8)
     assert names == [*expected.state_dict()]
 

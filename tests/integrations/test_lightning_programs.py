@@ -30,6 +30,7 @@ from helpers.pages import blocks  # noqa: E402
 from helpers.processes import run_script  # noqa: E402
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
+    BaseFinetuning,
     EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -93,6 +94,110 @@ def test_as_many_rows_as_columns():
         trainer = Trainer(strategy=strategy, **quiet(max_epochs=2))
         trainer.fit(network, torch.utils.data.DataLoader(rows, batch_size=4))
     assert_same_state(module, expected)
+
+
+class Normed(Classifier):
+    """A module with batch norm, whose statistics are those of all rows with ``sync_batchnorm=True``."""
+
+    def __init__(self):
+        super().__init__()
+        self.text = torch.nn.Sequential(torch.nn.Linear(3, 8, bias=False), torch.nn.BatchNorm1d(8))
+
+    def on_before_optimizer_step(self, optimizer):
+        pass  # Averages of weights have no gradients.
+
+
+class Compiled(Classifier):
+    """A module with a compiled part, which has means of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.text = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.LayerNorm(8))
+        self.text.compile(backend="aot_eager")
+
+
+class Annealed(Classifier):
+    """A module whose loss has a second term from the second update on."""
+
+    def loss(self, batch, outputs):
+        return super().loss(batch, outputs) + self.global_step / 3 * outputs.square().mean()
+
+
+class PerClass(Classifier):
+    """A loss of sums over the rows for each class, and of a root."""
+
+    def loss(self, batch, outputs):
+        labels = F.one_hot(batch["label"].clamp(min=0), 5)
+        shares = outputs.softmax(1)
+        dice = (2 * (shares * labels).sum(0) + 1) / (shares.sum(0) + labels.sum(0) + 1)
+        return 1 - dice.mean() + outputs.square().mean().sqrt()
+
+
+class SumsOfLosses(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("total", loss, reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("largest", loss, reduce_fx=torch.max, on_step=False, on_epoch=True)
+        rows = float(len(batch["image"]))
+        self.log("rows", rows, reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+
+
+class OwnSteps(Classifier):
+    """Hooks that warm up, clip by a limit of their own, and step by the loss of a batch."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer.step(closure=optimizer_closure)
+        optimizer.param_groups[0]["lr"] = 0.01 * min(self.trainer.global_step, 4)
+
+    def configure_gradient_clipping(self, optimizer, **settings):
+        self.clip_gradients(optimizer, 0.03, "norm")
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.text)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.text, optimizer, lr=0.01)
+
+
+# The module, the batches of an update, and settings of the Trainer, but for callbacks.
+PROGRAMS = {
+    "sync_batchnorm": (Normed, 1, {"sync_batchnorm": True}),
+    "SWA": (Normed, 1, {"sync_batchnorm": True, "max_epochs": 4}),
+    "compiled part": (Compiled, 2, {}),
+    "another loss": (Annealed, 2, {}),
+    "classes": (PerClass, 2, {}),
+    "sums": (SumsOfLosses, 2, {}),
+    "hooks": (OwnSteps, 2, {}),
+    "unfreezing": (Classifier, 2, {"max_epochs": 3}),
+    "interval": (Classifier, 1, {"val_check_interval": 2, "limit_train_batches": 2}),
+    "64-true": (Classifier, 2, {"precision": "64-true"}),
+}
+CALLBACKS = {"SWA": lambda: StochasticWeightAveraging(0.01, 1), "unfreezing": Unfreeze}
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name, device):
+    make, batches, settings = PROGRAMS[name]
+    callbacks = [[CALLBACKS[name]()] if name in CALLBACKS else [] for _ in range(2)]
+    expected = make()
+    module = make()
+    plain = fit(expected, callbacks=callbacks[0], **settings)
+    with simulate(3) as cluster:
+        if device == "sim":
+            settings = {"accelerator": SimulatedAccelerator(), **settings}
+        strategy = BalancedStrategy(["cpu"] * 3 if device == "cpu" else cluster.devices)
+        trainer = fit(module, strategy, batches, callbacks=callbacks[1], **settings)
+        module.cpu()
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    assert_same_state(module, expected, 1e-9)
+    assert trainer.global_step == plain.global_step
+    for key in plain.callback_metrics.keys() - {"size", "size_step", "size_epoch"}:
+        assert metrics[key] == pytest.approx(float(plain.callback_metrics[key]), 1e-6), key
 
 
 class Rows(LightningDataModule):

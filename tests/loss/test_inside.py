@@ -22,6 +22,7 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
+    convert_sync_batchnorm,
     parallelize,
     simulate,
 )
@@ -306,6 +307,31 @@ def test_a_compiled_model_with_a_number_runs_once():
     entry = outputs[0]
     criterion(outputs)
     assert outputs[0] is entry
+
+
+class Normed(nn.Sequential):
+    """A model that computes its loss behind batch norm."""
+
+    def forward(self, inputs, labels):
+        return F.cross_entropy(super().forward(inputs), labels)
+
+
+def test_the_loss_behind_batch_norm_over_all_rows():
+    net = Normed(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 5))
+    plain = copy.deepcopy(net)
+    convert_sync_batchnorm(net)
+    inputs = torch.randn(7, 4), torch.tensor([0, 1, -100, -100, 2, 3, 4])
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(lambda loss: loss), sgd(net)
+    )
+    optimizer = sgd(plain)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = plain(*inputs)
+        loss.backward()
+        optimizer.step()
+        assert_close(step(inputs), loss.detach())
+    assert_close(net.state_dict(), plain.state_dict())
 
 
 def test_targets_beside_a_loss_of_the_model_are_refused():
