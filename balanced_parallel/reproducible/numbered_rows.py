@@ -138,14 +138,16 @@ class NumberedRows:
 
         The CPU's generator is where it was before the update, for a repetition.
         """
-        torch.set_rng_state(self._state_before)
-        if self._is_awaited:
-            collectives.tell_failure(error)
-            error = collectives.ElsewhereFailure()
-        if self._update is None:
-            return False
-        self._update.end()
-        return self._opened().discard(error)
+        try:
+            if self._is_awaited:
+                collectives.tell_failure(error)
+                error = collectives.ElsewhereFailure()
+            if self._update is None:
+                return False
+            self._update.end()
+            return self._opened().discard(error)  # It may run forwards, which draw.
+        finally:
+            torch.set_rng_state(self._state_before)
 
     def _find_draws(
         self, kind: Hashable, batch: Batch, update: UpdateRandom, run: RunShard

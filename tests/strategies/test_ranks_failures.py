@@ -353,6 +353,32 @@ def test_a_failure_of_surround_is_told(rank):
     step(*batch(1, rank))
 
 
+@on_ranks(2, timeout=60)
+def test_a_repeated_step_draws_the_numbers_of_its_first_attempt(rank):
+    """Forwards without rows, which a failed rank runs for the others, drew from the generator behind it."""
+
+    def losses(*, fails):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(7, 5), nn.Dropout(0.5))
+        settings = {"micro_batch_size": 2, "reproducible": True}
+        step = parallel_step(net, nn.MSELoss(), ["cpu"], strategy="fsdp", **settings)
+        first = step(*batch(0, rank))
+
+        def shard(*arguments):
+            raise ValueError("no shard")
+
+        if not fails:
+            return first, step(*batch(1, rank))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(Batch, "shard", shard)
+            with pytest.raises((ValueError, RuntimeError)):
+                step(*batch(1, rank))
+        return first, step(*batch(1, rank))
+
+    assert losses(fails=True) == losses(fails=False)
+
+
 class Failing(torch.optim.SGD):
     """Fails where a list, which tests fill, names it."""
 
