@@ -32,7 +32,7 @@ from balanced_parallel import (
     parallelize,
     verify,
 )
-from balanced_parallel.replicas.batchnorm import use_torch_sync_batchnorm
+from balanced_parallel.replicas.batchnorm import AllRowsBatchNorm, use_torch_sync_batchnorm
 
 CPUS = ["cpu"] * 3
 
@@ -291,5 +291,6 @@ def test_a_converted_subclass_is_copied(exchange):
     assert type(copied.norm) is type(net.norm)
     assert isinstance(copied.norm, Steeper)
     assert isinstance(copied.norm, nn.SyncBatchNorm) == (exchange is use_torch_sync_batchnorm)
+    assert isinstance(copied.norm, AllRowsBatchNorm) == (exchange is convert_sync_batchnorm)
     x = torch.randn(3, 2, 5, 5)
     assert_close(copied.eval()(x), net.eval()(x))

@@ -160,6 +160,7 @@ def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
             lambda: torch.rand(3),
             r"draw 0 is .* and uniform_ of shape \(3,\) for 3 rows: with reproducible=True",
         ),
+        (lambda: torch.rand(4, 2), r"draw 0 is .* and uniform_ of shape \(4, 2\) for 3 rows"),
         (
             lambda: [torch.rand(3, 2), torch.rand(3, 2)],
             r"draw 1 is nothing of shape \(\) for 2 rows and uniform_ of shape \(3, 2\) for 3 rows",
