@@ -9,10 +9,10 @@ results depend on those of its arguments alone, and a model repeats its operator
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch._ops import OpOverload
+from torch import Tensor
 
 # torch has no public module of fake tensors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -20,17 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from .private import active_fake_mode, make_fake, storage_id, tensors_of
 
 Facts = list[object]
-_SIMPLE = {
-    type(None),
-    bool,
-    int,
-    float,
-    str,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-}
 # Sizes depend on values, or an argument gets other sizes.
 _VARYING = {
     torch.Tag.data_dependent_output,
@@ -91,9 +80,9 @@ def _first(leaves: list[Any]) -> object:
 
 
 @functools.cache
-def _is_constant(func: object) -> bool:
+def _is_constant(func: Any) -> bool:
     """Returns True for an operator whose results depend on sizes alone."""
-    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "balanced_parallel"):
+    if func.namespace not in ("aten", "balanced_parallel"):
         return False
     is_in_place = func._schema.name.endswith("_")
     return _VARYING.isdisjoint(func.tags) and (is_in_place or not func._schema.is_mutable)
@@ -102,24 +91,24 @@ def _is_constant(func: object) -> bool:
 def _describe(values: Iterable[Any], facts: Facts) -> bool:
     """Adds the facts of arguments. Returns False if others matter too."""
     for value in values:
-        kind = type(value)
-        if kind in _SIMPLE:
-            facts += kind, value  # 1 and 1.0 are not the same.
-        elif kind in (list, tuple):
+        if isinstance(value, (list, tuple)):
             facts.append(len(value))
             if not _describe(value, facts):
                 return False
-        elif kind is not FakeTensor or not _is_usual(value):
-            return False
-        else:
+        elif not isinstance(value, Tensor):
+            facts += type(value), value  # 1 and 1.0 are not the same.
+        elif _is_usual(value):
             facts += value.shape, value.stride(), value.storage_offset(), value.dtype
             facts += value.fake_device, value.requires_grad
+        else:
+            return False
     return True
 
 
-def _is_usual(tensor: FakeTensor) -> bool:
+def _is_usual(tensor: object) -> TypeGuard[FakeTensor]:
     return (
-        tensor.layout is torch.strided
+        type(tensor) is FakeTensor
+        and tensor.layout is torch.strided
         and tensor.constant is None
         and not tensor.dtype.is_complex
         and not tensor.is_neg()
@@ -131,7 +120,7 @@ def _result(leaf: Any, args: Sequence[object], shared: Sequence[int]) -> Any:
 
     ``shared`` has the storages of all arguments.
     """
-    if type(leaf) is not FakeTensor or not _is_usual(leaf) or leaf.requires_grad:
+    if not _is_usual(leaf) or leaf.requires_grad:
         return NotImplemented
     key = storage_id(leaf.untyped_storage())
     offset = int(leaf.storage_offset())
@@ -144,7 +133,7 @@ def _result(leaf: Any, args: Sequence[object], shared: Sequence[int]) -> Any:
     sources = [
         place
         for place, value in enumerate(args)
-        if type(value) is FakeTensor and storage_id(value.untyped_storage()) == key
+        if isinstance(value, Tensor) and storage_id(value.untyped_storage()) == key
     ]
     if not sources or shared.count(key) > 1:  # Another call may not share the memory.
         return NotImplemented
