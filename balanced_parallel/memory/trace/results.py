@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .private import active_fake_mode, make_fake, storage_id, tensors_of
 
-Facts = list[object]
 # Sizes depend on values, or an argument gets other sizes.
 _VARYING = {
     torch.Tag.data_dependent_output,
@@ -28,7 +27,7 @@ _VARYING = {
 }
 
 
-class Result(NamedTuple):
+class Metadata(NamedTuple):
     """The facts of a fake tensor. Its memory is new, or that of the argument at ``source``."""
 
     shape: torch.Size
@@ -48,13 +47,13 @@ class Result(NamedTuple):
 
 
 # The results of an operator, and the type of their sequence. All traces of a process share them.
-_results: dict[tuple[object, ...], tuple[Callable[[list[Any]], object], list[Result | None]]] = {}
+_results: dict[tuple[object, ...], tuple[Callable[[list[Any]], object], list[Metadata | None]]] = {}
 
 
 def run_once(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
     """Runs an operator, or makes the results that it has for such arguments."""
     mode = active_fake_mode()
-    facts: Facts = [
+    facts: list[object] = [
         func,
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
@@ -88,7 +87,7 @@ def _is_constant(func: Any) -> bool:
     return _VARYING.isdisjoint(func.tags) and (is_in_place or not func._schema.is_mutable)
 
 
-def _describe(values: Iterable[Any], facts: Facts) -> bool:
+def _describe(values: Iterable[Any], facts: list[object]) -> bool:
     """Adds the facts of arguments. Returns False if others matter too."""
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -125,7 +124,7 @@ def _result(leaf: Any, args: Sequence[object], shared: Sequence[int]) -> Any:
     key = storage_id(leaf.untyped_storage())
     offset = int(leaf.storage_offset())
     attributes = vars(leaf) | {"fake_mode": None}
-    result = Result(leaf.shape, leaf.stride(), offset, leaf.dtype, attributes, None, False)
+    result = Metadata(leaf.shape, leaf.stride(), offset, leaf.dtype, attributes, None, False)
     if key not in shared:
         size = make_fake(None, *result[:5]).untyped_storage().nbytes()
         is_whole = not offset and size == leaf.untyped_storage().nbytes()
