@@ -162,7 +162,7 @@ def test_torch_only_files_import_no_other_module():
 
 OF_ANY_PROGRAM = {"allocator", "devices", "lines", "operators", "problem"}
 OF_ANY_PROGRAM |= {"allocations", "doubles", "fakes", "private", "quantized"}
-OF_ANY_PROGRAM |= {"stacks", "tracer", "values"}
+OF_ANY_PROGRAM |= {"results", "stacks", "tracer", "values"}
 OF_ROWS_AND_STREAMS = {
     f"strategies.tracing.{name}" for name in ("Shard", "SideStreams", "TracedBatch")
 }

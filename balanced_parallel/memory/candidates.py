@@ -285,22 +285,22 @@ class Option:
         Devices of one size have equal shares: each has at most the rows of those before it.
         """
         lines = self.lines(micro_batches)
-        most: dict[int, int] = {}
-        for device in dict.fromkeys(self.request.traced_devices):
-            bound = share if self.may_differ else min([share, *most.values()])
-            most[device] = self._most_rows_of(lines, device, bound)
-        return [most[device] for device in self.request.traced_devices]
-
-    def _most_rows_of(self, lines: Lines, device: int, bound: int) -> int:
-        limit = self.limits[device]
         step = self.step
-        # The first search takes no replay.
-        bound = most_that_fit(
-            lambda rows: lines.at_least(device, rows * step) + self.context <= limit, bound
-        )
-        return most_that_fit(
-            lambda rows: lines.reserved(device, rows * step, limit) is not None, bound
-        )
+
+        @functools.cache
+        def most(device: int) -> int:
+            limit = self.limits[device]
+            before = range(0 if self.may_differ else device)
+            bound = min([share, *map(most, before)])
+            # The first search takes no replay.
+            bound = most_that_fit(
+                lambda rows: lines.at_least(device, rows * step) + self.context <= limit, bound
+            )
+            return most_that_fit(
+                lambda rows: lines.reserved(device, rows * step, limit) is not None, bound
+            )
+
+        return [most(device) for device in self.request.traced_devices]
 
     def _may_fit_at_once(self) -> bool:
         """Returns False if the batch does not fit in one micro-batch, which saves at most the

@@ -9,28 +9,16 @@ results depend on those of its arguments alone, and a model repeats its operator
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch._ops import OpOverload
+from torch import Tensor
 
 # torch has no public module of fake tensors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .private import active_fake_mode, make_fake, storage_id, tensors_of
 
-Facts = list[object]
-_SIMPLE = {
-    type(None),
-    bool,
-    int,
-    float,
-    str,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-}
 # Sizes depend on values, or an argument gets other sizes.
 _VARYING = {
     torch.Tag.data_dependent_output,
@@ -39,7 +27,7 @@ _VARYING = {
 }
 
 
-class Result(NamedTuple):
+class Metadata(NamedTuple):
     """The facts of a fake tensor. Its memory is new, or that of the argument at ``source``."""
 
     shape: torch.Size
@@ -59,13 +47,13 @@ class Result(NamedTuple):
 
 
 # The results of an operator, and the type of their sequence. All traces of a process share them.
-_results: dict[tuple[object, ...], tuple[Callable[[list[Any]], object], list[Result | None]]] = {}
+_results: dict[tuple[object, ...], tuple[Callable[[list[Any]], object], list[Metadata | None]]] = {}
 
 
 def run_once(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
     """Runs an operator, or makes the results that it has for such arguments."""
     mode = active_fake_mode()
-    facts: Facts = [
+    facts: list[object] = [
         func,
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
@@ -91,35 +79,35 @@ def _first(leaves: list[Any]) -> object:
 
 
 @functools.cache
-def _is_constant(func: object) -> bool:
+def _is_constant(func: Any) -> bool:
     """Returns True for an operator whose results depend on sizes alone."""
-    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "balanced_parallel"):
+    if func.namespace not in ("aten", "balanced_parallel"):
         return False
     is_in_place = func._schema.name.endswith("_")
     return _VARYING.isdisjoint(func.tags) and (is_in_place or not func._schema.is_mutable)
 
 
-def _describe(values: Iterable[Any], facts: Facts) -> bool:
+def _describe(values: Iterable[Any], facts: list[object]) -> bool:
     """Adds the facts of arguments. Returns False if others matter too."""
     for value in values:
-        kind = type(value)
-        if kind in _SIMPLE:
-            facts += kind, value  # 1 and 1.0 are not the same.
-        elif kind in (list, tuple):
+        if isinstance(value, (list, tuple)):
             facts.append(len(value))
             if not _describe(value, facts):
                 return False
-        elif kind is not FakeTensor or not _is_usual(value):
-            return False
-        else:
+        elif not isinstance(value, Tensor):
+            facts += type(value), value  # 1 and 1.0 are not the same.
+        elif _is_usual(value):
             facts += value.shape, value.stride(), value.storage_offset(), value.dtype
             facts += value.fake_device, value.requires_grad
+        else:
+            return False
     return True
 
 
-def _is_usual(tensor: FakeTensor) -> bool:
+def _is_usual(tensor: object) -> TypeGuard[FakeTensor]:
     return (
-        tensor.layout is torch.strided
+        type(tensor) is FakeTensor
+        and tensor.layout is torch.strided
         and tensor.constant is None
         and not tensor.dtype.is_complex
         and not tensor.is_neg()
@@ -131,12 +119,12 @@ def _result(leaf: Any, args: Sequence[object], shared: Sequence[int]) -> Any:
 
     ``shared`` has the storages of all arguments.
     """
-    if type(leaf) is not FakeTensor or not _is_usual(leaf) or leaf.requires_grad:
+    if not _is_usual(leaf) or leaf.requires_grad:
         return NotImplemented
     key = storage_id(leaf.untyped_storage())
     offset = int(leaf.storage_offset())
     attributes = vars(leaf) | {"fake_mode": None}
-    result = Result(leaf.shape, leaf.stride(), offset, leaf.dtype, attributes, None, False)
+    result = Metadata(leaf.shape, leaf.stride(), offset, leaf.dtype, attributes, None, False)
     if key not in shared:
         size = make_fake(None, *result[:5]).untyped_storage().nbytes()
         is_whole = not offset and size == leaf.untyped_storage().nbytes()
@@ -144,7 +132,7 @@ def _result(leaf: Any, args: Sequence[object], shared: Sequence[int]) -> Any:
     sources = [
         place
         for place, value in enumerate(args)
-        if type(value) is FakeTensor and storage_id(value.untyped_storage()) == key
+        if isinstance(value, Tensor) and storage_id(value.untyped_storage()) == key
     ]
     if not sources or shared.count(key) > 1:  # Another call may not share the memory.
         return NotImplemented
