@@ -3,17 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.layouts import make_update
 from helpers.problems import CLASSES, assert_exact_update, build_net
 from helpers.ranks import run_ranks
-from helpers.steps import still_step
+from helpers.steps import parallel_step, still_step
 from torch import nn
 
 from balanced_parallel import (
     AdditiveLoss,
     DataParallelCriterion,
     PerReplica,
-    parallelize,
 )
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -158,10 +156,10 @@ def rank_errors(rank, sizes, name, micro_batch_size):
     """Returns what a loss raises on this rank, which has ``sizes[rank]`` rows."""
     rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     inputs, targets = (tensor[rows] for tensor in make_batch(sum(sizes)))
-    model, criterion = parallelize(build_net(), DataParallelCriterion(OF_THE_BATCH[name]), ["cpu"])
-    update = make_update(model, criterion, micro_batch_size or "by hand")
+    criterion = DataParallelCriterion(OF_THE_BATCH[name])
+    step = parallel_step(build_net(), criterion, ["cpu"], micro_batch_size=micro_batch_size)
     with pytest.raises(ValueError, match="does not add up over the rows") as error:
-        update(inputs, targets)
+        step(inputs, targets) if micro_batch_size else criterion(step.model(inputs), targets)
     return str(error.value)
 
 

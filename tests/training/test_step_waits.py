@@ -89,6 +89,7 @@ SETTINGS = {
     "fp16": {"precision": "fp16", "micro_batch_size": 2},
     "fp16, balanced": {"precision": "fp16", "micro_batch_size": 2, "balanced": True},
 }
+UPDATES = {"a mean inside": (5, 1)}  # before the waits are counted, and then
 WAITS_OF_THE_SCALER = {"fp16": 1, "fp16, balanced": 3}  # one for each device that has gradients
 
 
@@ -116,7 +117,7 @@ def test_a_step_waits_only_where_the_caller_reads_its_loss_and_for_the_scaler(
         step = make_step(make_net(options.pop("norm", False)), CRITERIA[name](), **options)
         inputs, targets = batch(place)
         # The criterion moves its weights. Halves are compared in the 1st, 2nd, 4th, 8th, ... computation of the loss.
-        first, updates = (5, 1) if name == "a mean inside" else (1, 4)
+        first, updates = UPDATES.get(name, (1, 4))
         for _ in range(first):
             step(inputs, targets)
         before = len(cluster.waits)
