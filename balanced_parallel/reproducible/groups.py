@@ -98,7 +98,7 @@ class DDPGroups(DDPUpdate):
         """Tells that this rank has its gradients. Raises an error if another one has not."""
         collectives.gather_objects(True, self._record.group)
         self._has_agreed = True
-        self._unshared = self._with_rows
+        self._unshared = self._with_rows, False
         self._share()
 
     def multiply(self, tensors: Sequence[Tensor], factor: object) -> None:

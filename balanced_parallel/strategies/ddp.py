@@ -121,7 +121,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self.module = module
         reduced = self._wrapped[0].parameters()
         self.record = BucketRecord([each for each in reduced if each.requires_grad])
-        self._requested = RequestedGradients(self.record.parameters, self.share_buffers)
+        self._requested = RequestedGradients(self.record.parameters, self.share_by_hand)
         collectives.mark_shared(self.record.parameters)
         self._sparse = [*sparse_weights(module).values()]
 
@@ -244,7 +244,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _end_by_hand(self) -> None:
         self.record.forget_unused()
         self.record.separate_gradients()
-        self.share_buffers()
+        self.share_by_hand()
 
     def begin_sparse_gradients(self) -> None:
         """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has

@@ -100,7 +100,7 @@ class ShardedModel(RankModel):
         # The outputs of a forward that has had no backward, None during both: others wait for it.
         self.outputs: list[TensorWeakRef] | None = []
         self.forwards = 0
-        self.record = ShardedGradients(self.share_buffers)
+        self.record = ShardedGradients(self.share_by_hand)
         without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
         # FSDPModules
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))

@@ -7,6 +7,7 @@ row in their place, and nothing of it is left but the structure of the output.
 
 import abc
 import contextlib
+import itertools
 import operator
 import warnings
 import weakref
@@ -30,7 +31,7 @@ from ..replicas.batchnorm import begin_forward, meets_others
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
-from ..runtime.module_state import advancing_buffers, numbers_of, without_trace
+from ..runtime.module_state import advancing_buffers, are_close, numbers_of, without_trace
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
 from ..runtime.values import Precision, PrecisionName, forget_gradients
@@ -76,6 +77,9 @@ class RankModel(ParallelModel):
         self.runs = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._note_buffers()
+        self._before = self._versions()
+        # Buffers that forwards write are compared in the first update, unless it fails.
+        self._compares = True
         self._of_criterion: list[dict[str, Tensor | None]] = []
         # Parts of module and criterion that have numbers, which are read before the first forward.
         self._counting_layers = [*filter(numbers_of, self.module.modules())]
@@ -193,25 +197,67 @@ class RankModel(ParallelModel):
     def _note_buffers(self) -> None:
         """Notes the layers with buffers, which the ranks share."""
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
+        # The name of each buffer that may advance, with the others of its layer.
+        self._advancing = [
+            (f"{name}.{last}".removeprefix("."), torch_private.buffers_of(part), last)
+            for name, part in self.module.named_modules()
+            for last in advancing_buffers(part)
+        ]
 
-    def share_buffers(self, with_rows: Sequence[float] = ()) -> None:
+    def _versions(self) -> dict[str, tuple[Tensor, int]]:
+        """Returns the buffers that may advance, with the counters of writes to them."""
+        present = {name: of_layer.get(last) for name, of_layer, last in self._advancing}
+        buffers = {name: each for name, each in present.items() if each is not None}
+        counters = torch_private.versions([*buffers.values()])
+        return dict(zip(buffers, zip(buffers.values(), counters, strict=True), strict=True))
+
+    def share_by_hand(self) -> None:
+        """Shares buffers after a backward by hand."""
+        if self._of_layers or self._of_criterion or self._counting:
+            facts = zip(*gather_objects((self.has_rows, self.has_written())), strict=True)
+            with_rows, writes = map(list, facts)
+            refuse_buffers(self.share_buffers(with_rows, writes=any(writes)))
+        self.has_rows = False
+
+    def share_buffers(self, with_rows: Sequence[float], *, writes: bool) -> list[str]:
         """Gives all ranks the buffers of the first rank that has had rows since the last time.
 
-        ``with_rows`` tells which ranks have; they are asked without it. If some have not, they get
-        the numbers that module and criterion have counted there, and parameters that forwards write
-        there.
+        ``with_rows`` tells which ranks have. If some have not, they get the numbers that module and
+        criterion have counted there, and parameters that forwards write there. With ``writes``, a
+        rank has written buffers: the names of those with other values on another rank are returned.
         """
-        if (self._of_layers or self._of_criterion or self._counting) and not with_rows:
-            with_rows = gather_objects(self.has_rows)
+        names: list[str] = []
         if any(with_rows):
             source = with_rows.index(True)
             written = [] if all(with_rows) else self._take_state(source)
             parts = *self._of_layers, *self._of_criterion
             buffers = [each for part in parts for each in part.values() if each is not None]
+            copies = self._written_buffers() if writes else {}
             if tensors := buffers + written:
                 group = collectives.batch_group() or dist.group.WORLD
                 torch_private.broadcast(tensors, source, group)
+            if writes:
+                self._before = self._versions()
+                self._compares = sum(with_rows) < 2
+                pairs = ((name, value, self._before[name][0]) for name, value in copies.items())
+                differing = [name for name, value, shared in pairs if not are_close(value, shared)]
+                by_rank = gather_objects(differing if self.has_rows else [])
+                names = [*itertools.chain(*by_rank)]
         self.has_rows = False
+        return names
+
+    def has_written(self) -> bool:
+        """Returns True if the first forwards have written buffers, which are compared then."""
+        return bool(self._compares and self._advancing and self._written_buffers())
+
+    def _written_buffers(self) -> dict[str, Tensor]:
+        """Returns copies of the buffers that forwards have written."""
+        written = {}
+        for name, (buffer, counter) in self._versions().items():
+            before, first = self._before.get(name, (buffer, counter))
+            if buffer is not before or counter != first:
+                written[name] = buffer.detach().clone()
+        return written
 
     def _take_state(self, source: int) -> list[Tensor]:
         """Makes the buffers that a forward has made on a rank, and takes the numbers that it has
@@ -241,6 +287,7 @@ class RankModel(ParallelModel):
     def forget_rows(self) -> None:
         """Forgets that an update which has failed had rows."""
         self.has_rows = False
+        self._compares = False  # Ranks may have run other forwards.
 
     def share_state(self, criterion: nn.Module) -> None:
         """Shares what calls of a criterion advance, too."""
@@ -309,6 +356,15 @@ class RankSync(GradientSync):
         return self.model.rank_numbers.drawing(collectives.rank(), is_last=is_last)
 
 
+def refuse_buffers(names: Sequence[str]) -> None:
+    """Raises ``RuntimeError`` for buffers to which a rank has written other values than another."""
+    if names:
+        raise RuntimeError(
+            f"the forward has written other values to the buffer {names[0]} on another rank, expected state that does not depend "
+            "on the rows: use a SumOverRows for a statistic of all rows, or return the value and write it after the update"
+        )
+
+
 class RankReport(NamedTuple):
     """Numbers that each rank tells the others at the end of an update."""
 
@@ -317,6 +373,7 @@ class RankReport(NamedTuple):
     digest: float = 0.0  # The settings.
     formula: float = 0.0  # The digest of a formula of the loss; 0 without one.
     has_rows: float = 0.0
+    writes: float = 0.0  # Forwards have written buffers.
     has_unused: float = 0.0  # Parameters are unused.
     failure: float = 0.0  # 1 for an out of memory, 2 for another failure.
     fits: float = 0.0  # Whole gradients fit.
@@ -391,8 +448,8 @@ class RankUpdate(UpdateSync):
         self._local: Callable[[], Tensor] | None = None
         self._has_reports = False  # The ranks have ended the reduction, and none has failed.
         self._has_agreed = False  # All ranks go on to their optimizers.
-        # Ranks with rows, if buffers are to be shared.
-        self._unshared: Sequence[float] | None = None
+        # Ranks with rows, and True if one has written buffers, if buffers are to be shared.
+        self._unshared: tuple[Sequence[float], bool] | None = None
         self._has_unused = False  # Ranks have not agreed on their unused parameters yet.
 
     @property
@@ -419,6 +476,7 @@ class RankUpdate(UpdateSync):
         record = self._record
         report = report._replace(
             has_rows=self._model.has_rows,
+            writes=self._model.has_written(),
             has_unused=len(record.used) < len(record.parameters),
         )
         reports = collectives.gather_numbers(report, record.group)
@@ -439,7 +497,7 @@ class RankUpdate(UpdateSync):
         formula = digest_names(names) if names else 0.0
         loss, weight = read().tolist()
         reports = self.agree(RankReport(loss, weight, present.digest(), formula))
-        self._unshared = [each.has_rows for each in reports]
+        self._unshared = [each.has_rows for each in reports], any(each.writes for each in reports)
         self._has_unused = any(map(operator.attrgetter("has_unused"), reports))
         self._share()
         present.check(is_same=len({each.digest for each in reports}) == 1)
@@ -485,8 +543,10 @@ class RankUpdate(UpdateSync):
     def _share(self) -> None:
         """Shares buffers and unused parameters, unless that is done."""
         if self._unshared is not None:
-            self._model.share_buffers(self._unshared)
+            with_rows, writes = self._unshared
+            names = self._model.share_buffers(with_rows, writes=writes)
             self._unshared = None
+            refuse_buffers(names)
         if self._has_unused:
             self._record.forget_unused()
             self._has_unused = False

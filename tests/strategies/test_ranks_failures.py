@@ -148,10 +148,10 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
         injector.is_on = True
         return begin(self, work)
 
-    def shared(*args):
+    def shared(*args, **settings):
         # Ranks of FSDP2 go on to their clipping, and those with another loss learn its kind in the first update.
         injector.is_on = injector.is_on and strategy == "ddp" and (update > 0 or loss == "known")
-        return share(*args)
+        return share(*args, **settings)
 
     def agreed(*args, **kwargs):
         # The clipping of FSDP2 is a collective of torch, and the reducer of DDP has some after the first update.

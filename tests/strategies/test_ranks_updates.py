@@ -187,6 +187,41 @@ def test_a_rank_without_rows_gets_the_buffers_that_a_forward_of_others_has_made(
     assert "seen" not in step.model.module.state_dict()
 
 
+class Queue(nn.Linear):
+    """Keeps the latest outputs, in a buffer that it writes to, or in another one."""
+
+    def __init__(self, is_written):
+        super().__init__(4, 3)
+        self.is_written = is_written
+        self.register_buffer("latest", torch.zeros(2, 3))
+
+    def forward(self, x):
+        output = super().forward(x)
+        latest = output[:2].detach()
+        if self.is_written:
+            self.latest[: len(latest)] = latest
+        elif len(latest):
+            self.latest = latest.clone()
+        return output
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_written"), [("ddp", True), ("ddp", False), ("fsdp", True)]
+)
+@pytest.mark.parametrize("by_hand", [False, True])
+@on_ranks(2)
+def test_a_buffer_of_the_rows_of_a_rank_is_an_error(rank, strategy, is_written, by_hand):
+    """A queue of keys had those of the first rank alone, without a word."""
+    step = parallel_step(Queue(is_written), nn.MSELoss(), ["cpu"], strategy=strategy, lr=0.0)
+    rows = torch.randn(2, 4) + rank, torch.randn(2, 3)
+    error = pytest.raises(RuntimeError, match=r"buffer latest on another rank.*SumOverRows")
+    with error:
+        if by_hand:
+            step.criterion(step.model(rows[0]), rows[1]).backward()
+        else:
+            step(*rows)
+
+
 class Counting(nn.MSELoss):
     """Counts its calls."""
 
