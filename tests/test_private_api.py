@@ -46,6 +46,7 @@ EXCUSES = {  # private names of other objects, with the reason
         "_ddp_comm_hook": "an argument of DDPStrategy, which subclasses read",
         "_ddp_kwargs": "arguments of DDPStrategy, which subclasses read",
         "_should_accumulate": "tells the last batch of a window, also at the end of an epoch",
+        "_skip_backward": "tells an epoch for the statistics of batch norm of averaged weights",
     },
     "integrations/transformers.py": {"_n_gpu": "TrainingArguments have no public setter"},
     "state/checkpoint.py": {"_exit": "a public function of os"},
