@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .formula import flatten
 
+MEANS = {"mean", "nanmean"}
 REDUCTIONS = {"sum", "nansum", "count_nonzero", "mean"}
 TRANSPOSES = {"T", "mT", "H", "mH"}
 _VIEWS = TRANSPOSES | {"t", "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
@@ -25,9 +26,11 @@ _STACKED = -1  # No dimension has the rows.
 
 
 def moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> bool:
-    """Returns True for a function that reduces the rows, or after which they may be in another
-    dimension than the first.
+    """Returns True for a mean, for another function that reduces the rows, and for one after which
+    they may be in another dimension than the first.
     """
+    if name in MEANS:
+        return True
     if name in REDUCTIONS:
         return is_strided(args) and is_along(dim_of(args[0]), args, kwargs)
     if name not in _MOVES:

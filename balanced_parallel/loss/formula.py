@@ -126,6 +126,7 @@ class Formula:
         lengths: the elements of a row in each tensor of the shard, None without rows.
         has_read: True if numbers of Python may be values of the shard.
         columns: the shapes of reductions along the rows.
+        averaged: the numbers of elements in means of a row.
     """
 
     result: Any
@@ -138,6 +139,7 @@ class Formula:
     lengths: Sequence[float | None] = ()
     has_read: bool = False
     columns: Sequence[torch.Size] = ()
+    averaged: Sequence[int] = ()
 
     def __getstate__(self) -> dict[str, object]:
         """Returns what another rank gets: parameters outside of the criterion stay on this one."""

@@ -57,7 +57,7 @@ class Noted(NamedTuple):
         names = []
         for number, each in enumerate(self.formula.inputs):
             role = "count" if each.is_count else "total"
-            sizes = each.per_row, self.formula.lengths
+            sizes = each.per_row, self.formula.lengths, self.formula.averaged
             names.append(SumName(number, role, each.kind, text, *sizes))
         return names
 

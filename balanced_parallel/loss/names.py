@@ -47,7 +47,7 @@ class ChangedLossError(UnknownMeanError):
 class SumName:
     """The name of a statistic, equal in all shards.
 
-    ``per_row`` and ``lengths`` are those of :class:`Statistic` and :class:`Formula`.
+    ``per_row``, ``lengths`` and ``averaged`` are those of :class:`Statistic` and :class:`Formula`.
     """
 
     number: int
@@ -56,6 +56,7 @@ class SumName:
     text: str  # the losses
     per_row: float | None = dataclasses.field(default=None, compare=False)
     lengths: Sequence[float | None] = dataclasses.field(default=(), compare=False)
+    averaged: Sequence[int] = dataclasses.field(default=(), compare=False)
 
 
 def sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:
@@ -72,7 +73,8 @@ def digest_names(names: Sequence[SumName]) -> float:
 
     Ranks whose sums are equal have one number.
     """
-    facts = names[0].text, *[each.lengths and each.per_row for each in names]
+    counts = [each.lengths and each.per_row for each in names]
+    facts = names[0].text, *counts, *names[0].averaged
     return 1.0 + zlib.crc32(repr(facts).encode())
 
 
@@ -89,10 +91,13 @@ def compare_names(first: Sequence[SumName], other: Sequence[SumName]) -> None:
     for name, match in zip(first, other, strict=True):
         pairs = zip(name.lengths, match.lengths, strict=False)
         are_longer = any(None not in pair and pair[0] != pair[1] for pair in pairs)
-        counts = name.per_row, match.per_row
-        if are_longer and None not in counts and counts[0] != counts[1]:
+        counts = [(name.per_row, match.per_row)]
+        counts += zip(name.averaged, match.averaged, strict=False)
+        for number, another in counts if are_longer else ():
+            if number is None or another is None or number == another:
+                continue
             raise UnknownMeanError(
-                f"the criterion computes {name.kind} over {name.per_row:g} elements for each of some rows, and over "
-                f"{match.per_row:g} for each of others, as if each shard pads to its own longest row",
+                f"the criterion computes {name.kind} over {number:g} elements for each of some rows, and over "
+                f"{another:g} for each of others, as if each shard pads to its own longest row",
                 f", expected the same for all rows: write {MASKED}",
             )

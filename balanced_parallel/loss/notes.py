@@ -171,6 +171,7 @@ class SumNotes(TorchFunctionMode):
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
         self._has_shards = False
+        self._averaged: list[int] = []  # The numbers of elements in means of a row.
         self._columns: list[torch.Size] = []  # The shapes of reductions along the rows.
         self._has_columns = True  # Values of the batch have the rows in the first dimension.
         self._numbers = itertools.count()
@@ -637,7 +638,11 @@ class SumNotes(TorchFunctionMode):
         sums and means along the rows.
         """
         rows, name = call.tensors[0], call.name
-        if not rows.dim() or (result.dim() and not self._is_along_rows(call)):
+        if result.dim() and not self._is_along_rows(call):
+            if name in columns.MEANS:
+                self._averaged.append(rows.numel() // max(result.numel(), 1))
+            return
+        if not rows.dim():
             return
         if result.dim():
             self._columns.append(result.shape)
@@ -766,6 +771,7 @@ class SumNotes(TorchFunctionMode):
             lengths,
             self._has_read,
             self._columns,
+            self._averaged,
         )
         return formula, statistics
 
