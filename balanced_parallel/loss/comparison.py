@@ -41,7 +41,7 @@ from ..runtime.torch_private import storage_id
 from .additive import AdditiveLoss
 from .copies import Calls, CriterionCopies, ShardLoss, T, shards_of_targets
 from .formula import OVER_NUMBER, Formula
-from .inside import RowsOfForward, evaluating, on_host, run_rows, take_rows
+from .inside import ForwardNotes, RowsOfForward, evaluating, on_host, run_rows, take_rows
 from .names import MASKED, SIZED, SumName, UnknownMeanError, compare_names
 from .rules import refuse_coupled
 from .sums import widen
@@ -390,6 +390,8 @@ class ComparisonOfSums:
         """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
         computed there.
         """
+        if isinstance(model.noting, ForwardNotes):
+            model.noting.go_on()  # There may be no loss in evaluation mode.
         for mode, layers in itertools.product((torch.no_grad, torch.enable_grad), (False, True)):
             run = mode()(functools.partial(self._run_rows, model, sample, layers=layers))
             try:

@@ -65,6 +65,10 @@ class ForwardNotes:
         # that has become another one.
         self._mean: str | None = ""
 
+    def go_on(self) -> None:
+        """Notes all forwards from now on, also after one without sums."""
+        self._may_stop = self._has_stopped = False
+
     def call(
         self,
         module: nn.Module,
