@@ -97,7 +97,7 @@ def hang(rank):
 
 @pytest.mark.slow
 def test_timeout_names_the_flight_recorder_of_torch():
-    ((note, of_telling), cause), _ = run_ranks(2, hang, fresh=True)
+    ((of_telling, note), cause), _ = run_ranks(2, hang, fresh=True)
     assert note.startswith("rank 0 waits in a collective that another rank has not come to")
     assert "TORCH_FR_BUFFER_SIZE=2000" in note
     assert cause is None  # One error is printed, with a note about that of telling the other ranks.
