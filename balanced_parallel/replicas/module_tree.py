@@ -206,7 +206,7 @@ class ModuleTree:
             attributes = skeleton.__dict__
             for name in HOOKS:
                 hooks = attributes[name]
-                if hooks != state[name]:
+                if hooks or state[name]:
                     hooks.clear()
                     hooks.update(state[name])
                 state[name] = hooks
