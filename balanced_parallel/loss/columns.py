@@ -26,11 +26,9 @@ _STACKED = -1  # No dimension has the rows.
 
 
 def moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> bool:
-    """Returns True for a mean, for another function that reduces the rows, and for one after which
-    they may be in another dimension than the first.
+    """Returns True for a function that reduces the rows, or after which they may be in another
+    dimension than the first.
     """
-    if name in MEANS:
-        return True
     if name in REDUCTIONS:
         return is_strided(args) and is_along(dim_of(args[0]), args, kwargs)
     if name not in _MOVES:

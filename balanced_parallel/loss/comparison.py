@@ -225,9 +225,9 @@ class ComparisonOfSums:
     def gather(self, value: T) -> list[T]:
         """Returns the value of each rank, and keeps what all ranks have shown. All ranks call this."""
         checks = self.copies.checks
-        shown = self.samples, checks and checks.has_columns
-        values, shown_by_ranks = zip(*gather_objects((value, shown)), strict=True)
-        samples, answers = zip(*shown_by_ranks, strict=True)
+        has_columns = checks and checks.has_columns
+        by_rank = gather_objects((value, self.samples, has_columns))
+        values, samples, answers = zip(*by_rank, strict=True)
         self.samples = [*itertools.chain(*samples)]
         if checks is not None and False in answers:
             checks.tell_columns(are_some=False)

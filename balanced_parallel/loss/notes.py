@@ -282,7 +282,8 @@ class SumNotes(TorchFunctionMode):
         """Returns True for a result that depends on the rows, and that needs no note."""
         if not isinstance(result, Tensor):
             return name in _PROPERTIES
-        if not result.dim() or self._facts.of(result) is not None:
+        is_mean = name in columns.MEANS  # The number of elements in it is noted.
+        if is_mean or not result.dim() or self._facts.of(result) is not None:
             return False
         return not columns.moves_rows(name, args, kwargs, result)
 

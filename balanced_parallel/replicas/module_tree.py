@@ -320,8 +320,8 @@ class ModuleTree:
     def flatten_weights(self, tensors: Sequence[Tensor]) -> None:
         """Moves the weights of each RNN among ``tensors`` to one buffer, as cuDNN needs them."""
         with torch.inference_mode(False):
-            copied = dict(zip(self.place, tensors, strict=True))
-            for number, name, weights in self._replaced(self._special, copied):
+            counterparts = dict(zip(self.place, tensors, strict=True))
+            for number, name, weights in self._replaced(self._special, counterparts):
                 rnn = self.modules[number]
                 # A weight that a hook computes is not a parameter.
                 if name == FLAT_WEIGHTS and all(

@@ -78,7 +78,7 @@ class RankModel(ParallelModel):
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._note_buffers()
         self._before = self._versions()
-        # Buffers that forwards write are compared in the first update, unless it fails.
+        # Buffers are compared in the first update whose forwards write some, unless one fails.
         self._compares = True
         self._of_criterion: list[dict[str, Tensor | None]] = []
         # Parts of module and criterion that have numbers, which are read before the first forward.
@@ -232,31 +232,40 @@ class RankModel(ParallelModel):
             written = [] if all(with_rows) else self._take_state(source)
             parts = *self._of_layers, *self._of_criterion
             buffers = [each for part in parts for each in part.values() if each is not None]
-            copies = self._written_buffers() if writes else {}
+            advanced = self._written_buffers() if writes else {}
+            copies = {name: each.detach().clone() for name, each in advanced.items()}
             if tensors := buffers + written:
                 group = collectives.batch_group() or dist.group.WORLD
                 torch_private.broadcast(tensors, source, group)
             if writes:
-                self._before = self._versions()
+                names = self._compare(copies)
                 self._compares = sum(with_rows) < 2
-                pairs = ((name, value, self._before[name][0]) for name, value in copies.items())
-                differing = [name for name, value, shared in pairs if not are_close(value, shared)]
-                by_rank = gather_objects(differing if self.has_rows else [])
-                names = [*itertools.chain(*by_rank)]
         self.has_rows = False
         return names
 
+    def _compare(self, copies: dict[str, Tensor]) -> list[str]:
+        """Returns the names of buffers to which a rank with rows has written other values than those
+        that all ranks have now. All ranks call this.
+        """
+        self._before = self._versions()
+        names = []
+        for name, value in copies.items() if self.has_rows else ():
+            shared, _ = self._before[name]
+            if not are_close(value, shared):
+                names.append(name)
+        return [*itertools.chain(*gather_objects(names))]
+
     def has_written(self) -> bool:
-        """Returns True if the first forwards have written buffers, which are compared then."""
+        """Returns True if forwards have written buffers that are to be compared."""
         return bool(self._compares and self._advancing and self._written_buffers())
 
     def _written_buffers(self) -> dict[str, Tensor]:
-        """Returns copies of the buffers that forwards have written."""
+        """Returns the buffers that forwards have written."""
         written = {}
         for name, (buffer, counter) in self._versions().items():
             before, first = self._before.get(name, (buffer, counter))
             if buffer is not before or counter != first:
-                written[name] = buffer.detach().clone()
+                written[name] = buffer
         return written
 
     def _take_state(self, source: int) -> list[Tensor]:
