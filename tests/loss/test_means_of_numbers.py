@@ -85,7 +85,11 @@ def over_a_mean_of_targets(output, values, mask):
     )
 
 
-@pytest.mark.parametrize("loss", [over_selected, over_a_mean_of_targets])
+def over_true_rows(output, values, mask):
+    return (output.abs().sum(1) * mask).sum() / max(sum(1 for row in mask if row), 1)
+
+
+@pytest.mark.parametrize("loss", [over_selected, over_a_mean_of_targets, over_true_rows])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_a_number_is_refused_in_the_first_batch(loss, micro_batch_size):
     with pytest.raises(
