@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers.ranks import run_ranks
+from helpers.ranks import Ranks
 from helpers.slow import slow, slow_but
 from helpers.trainers import (
     MODELS,
@@ -442,24 +442,14 @@ def test_arguments_are_copied():
     assert (arguments.train_batch_size, trainer.args.train_batch_size) == (2, 4)
 
 
-def run_rank(rank, head, settings):
-    trainer = make_trainer(head, make_arguments(**settings), devices=None, rows=21)
-    numbers = train(trainer)
-    return numbers, trainer.evaluate()["eval_loss"]
-
-
-@pytest.mark.parametrize("head", [slow(head) for head in HEADS])
-def test_two_ranks(head):
-    rows = make_rows(head, 21)  # 8, 8 and 5, of which the second rank has two and none
-    model = make_model(head)
-    expected = train_plainly(model, rows, 8)
-    with torch.no_grad():
-        expected_loss = model.eval()(**pad(rows)).loss.item()
-    for numbers, loss in run_ranks(
-        2, run_rank, head, {"gradient_accumulation_steps": 2}, fresh=True
-    ):
-        check(numbers, expected)
-        assert loss == pytest.approx(expected_loss, rel=1e-4)
+def run_heads(rank, heads):
+    """Returns numbers of a training and the loss of an evaluation for each head. Its rows are 8, 8 and 5."""
+    results = []
+    for head in heads:  # The second rank has two and none of the last rows.
+        arguments = make_arguments(gradient_accumulation_steps=2)
+        trainer = make_trainer(head, arguments, devices=None, rows=21)
+        results.append((train(trainer), trainer.evaluate()["eval_loss"]))
+    return results
 
 
 def run_rank_without_labels(rank, head):
@@ -469,9 +459,28 @@ def run_rank_without_labels(rank, head):
     return rows, train(make_trainer(head, make_arguments(), rows=rows, devices=None))
 
 
-def test_rank_whose_first_rows_have_no_labels():
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Two processes that import transformers once. It makes a process group of its own in them."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.slow
+def test_two_ranks(two_ranks):
+    for results in two_ranks.run(run_heads, HEADS):
+        for head, (numbers, loss) in zip(HEADS, results, strict=True):
+            rows = make_rows(head, 21)
+            model = make_model(head)
+            check(numbers, train_plainly(model, rows, 8))
+            with torch.no_grad():
+                expected = model.eval()(**pad(rows)).loss.item()
+            assert loss == pytest.approx(expected, rel=1e-4), head
+
+
+def test_rank_whose_first_rows_have_no_labels(two_ranks):
     """It takes what the loss is made of from the other rank."""
-    for rows, numbers in run_ranks(2, run_rank_without_labels, "masked words", fresh=True):
+    for rows, numbers in two_ranks.run(run_rank_without_labels, "masked words"):
         check(numbers, train_plainly(make_model("masked words"), rows, 4))
 
 
