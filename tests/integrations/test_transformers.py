@@ -442,14 +442,10 @@ def test_arguments_are_copied():
     assert (arguments.train_batch_size, trainer.args.train_batch_size) == (2, 4)
 
 
-def run_heads(rank, heads):
-    """Returns numbers of a training and the loss of an evaluation for each head. Its rows are 8, 8 and 5."""
-    results = []
-    for head in heads:  # The second rank has two and none of the last rows.
-        arguments = make_arguments(gradient_accumulation_steps=2)
-        trainer = make_trainer(head, arguments, devices=None, rows=21)
-        results.append((train(trainer), trainer.evaluate()["eval_loss"]))
-    return results
+def run_rank(rank, head):
+    arguments = make_arguments(gradient_accumulation_steps=2)
+    trainer = make_trainer(head, arguments, devices=None, rows=21)
+    return train(trainer), trainer.evaluate()["eval_loss"]
 
 
 def run_rank_without_labels(rank, head):
@@ -467,15 +463,16 @@ def two_ranks():
 
 
 @pytest.mark.slow
-def test_two_ranks(two_ranks):
-    for results in two_ranks.run(run_heads, HEADS):
-        for head, (numbers, loss) in zip(HEADS, results, strict=True):
-            rows = make_rows(head, 21)
-            model = make_model(head)
-            check(numbers, train_plainly(model, rows, 8))
-            with torch.no_grad():
-                expected = model.eval()(**pad(rows)).loss.item()
-            assert loss == pytest.approx(expected, rel=1e-4), head
+@pytest.mark.parametrize("head", HEADS)
+def test_two_ranks(two_ranks, head):
+    rows = make_rows(head, 21)  # 8, 8 and 5, of which the second rank has two and none
+    model = make_model(head)
+    expected = train_plainly(model, rows, 8)
+    with torch.no_grad():
+        expected_loss = model.eval()(**pad(rows)).loss.item()
+    for numbers, loss in two_ranks.run(run_rank, head):
+        check(numbers, expected)
+        assert loss == pytest.approx(expected_loss, rel=1e-4)
 
 
 def test_rank_whose_first_rows_have_no_labels(two_ranks):
