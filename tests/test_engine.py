@@ -17,7 +17,6 @@ OTHERS = tuple(sorted(MAY_IMPORT.keys() - CORE))
 FILES = (
     "batch/test_outputs_zip.py",
     "loss/test_criterion.py",
-    "loss/test_means_together.py",
     "loss/test_overlap.py",
     "optim/test_balanced_rank_shards.py",
     "runtime/test_collectives.py",
@@ -26,7 +25,6 @@ FILES = (
     "strategies/test_ranks_inputs.py",
     "training/test_update_accumulation.py",
     "training/test_update_hooks.py",
-    "training/test_update_skipped.py",
 )
 # Cases with a saving or with random numbers by row.
 OF_OTHERS = "savings or random_splits or follow_the_rows"

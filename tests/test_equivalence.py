@@ -162,7 +162,7 @@ def without_zeros(found):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "examples"), [(1, 40), (2, 10), slow(1, 150), slow(2, 60), slow(3, 40)]
+    ("ranks", "examples"), [(1, 40), (2, 10), slow(1, 90), slow(2, 36), slow(3, 24)]
 )
 def test_random_splits_equal_the_plain_program(ranks, examples):
     checked = []

@@ -23,6 +23,7 @@ import torch
 from helpers.pages import PAGES, ROOT, blocks
 from helpers.processes import run_script
 from helpers.slow import slow
+from helpers.torchrun import run_torchrun
 from test_walls import MAY_IMPORT
 
 import balanced_parallel
@@ -99,21 +100,18 @@ def test_the_program_of_the_tutorial_has_the_same_losses_on_one_device_and_on_tw
     (tmp_path / "plain.py").write_text(
         program + "print([round(loss, 4) for loss in plain_losses])\n"
     )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     printed = []
-    for launcher, name, strategy in (
-        ([], "plain", ""),
-        ([], "train", "auto"),
-        (torchrun, "train", "auto"),
-        (torchrun, "train", "fsdp"),
+    for run, name, strategy in (
+        (run_script, "plain", ""),
+        (run_script, "train", "auto"),
+        (run_torchrun, "train", "auto"),
+        (run_torchrun, "train", "fsdp"),
     ):
         (tmp_path / "train.py").write_text(
             train.replace('strategy="auto"', f'strategy="{strategy}"')
         )
-        command = [sys.executable, *launcher, f"{name}.py"]
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
-        )
+        done = run(tmp_path / f"{name}.py", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
         printed.append(
             set(re.findall(r"\[[\d., ]+\]", done.stdout))
         )  # lines of ranks may run together

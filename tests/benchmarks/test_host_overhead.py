@@ -8,11 +8,12 @@ def test_host_time_of_replicas_is_close_to_the_plain_slices(monkeypatch):
     benchmark = load("host_overhead", monkeypatch)
     steps = benchmark.make_steps()
     ratios = (
-        benchmark.ratio_of_times(steps["model and criterion"], steps["slice by slice"], rounds=12)
+        benchmark.ratio_of_times(steps["model and criterion"], steps["slice by slice"], rounds=8)
         for _ in range(3)
     )
     assert any(
         ratio < 1.2 for ratio in ratios
     )  # the other worker of the suite may slow down one side of one measurement
+    monkeypatch.setattr(benchmark, "ROUNDS", 12)
     times = benchmark.replication_times()
     assert times["replicas handed out"] < 0.2 * times["torch's replicate(), without its copies"]

@@ -6,7 +6,6 @@ import runpy
 from pathlib import Path
 
 import pytest
-import sklearn.datasets  # noqa: F401  its first import changes environment variables
 import torch
 from helpers.processes import run_script
 from helpers.ranks import run_ranks

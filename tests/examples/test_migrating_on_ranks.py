@@ -1,20 +1,18 @@
 """Programs of the pages about ranks: they run under torchrun, and print what they print in one process."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from helpers.pages import blocks
+from helpers.processes import run_script
+from helpers.torchrun import run_torchrun
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
-
-def run_page(page, folder, *launcher, change=("", "")):
+def run_page(page, folder, run=run_torchrun, change=("", "")):
     """Runs the blocks of a page as one program. Returns what it prints."""
-    (folder / "page.py").write_text("\n".join(blocks(page, "python")).replace(*change))
-    command = [sys.executable, *launcher, "page.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    program = folder / "page.py"
+    program.write_text("\n".join(blocks(page, "python")).replace(*change))
+    done = run(program, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -22,7 +20,7 @@ def run_page(page, folder, *launcher, change=("", "")):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["docs/torchrun.md", "docs/recipes/several_hosts.md"])
 def test_blocks_run_on_two_ranks(page, tmp_path):
-    run_page(page, tmp_path, *TORCHRUN)
+    run_page(page, tmp_path)
 
 
 @pytest.mark.slow
@@ -30,9 +28,9 @@ def test_the_recipe_prints_the_same_lines_in_each_layout(tmp_path):
     page = "docs/recipes/torchrun.md"
     shards = ("nn.CrossEntropyLoss())", 'nn.CrossEntropyLoss(), strategy="fsdp")')
     printed = [
+        run_page(page, tmp_path, run_script),
         run_page(page, tmp_path),
-        run_page(page, tmp_path, *TORCHRUN),
-        run_page(page, tmp_path, *TORCHRUN, change=shards),
+        run_page(page, tmp_path, change=shards),
     ]
     # lines of ranks may run together
     lines = [set(re.findall(r"epoch \d, loss [\d.]+, \d+ of 90 right", text)) for text in printed]

@@ -18,7 +18,8 @@ PRELOADED = [
     "torch.distributed.optim",
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",
-    "balanced_parallel",
+    "balanced_parallel.memory",
+    "balanced_parallel.simulation",
 ]
 PROCESSES.set_forkserver_preload(
     [*PRELOADED, "safetensors.torch", "sklearn.datasets", "pytest", "hypothesis"]

@@ -9,7 +9,7 @@ from helpers.problems import CLASSES, assert_same_gradients, gradients
 from helpers.steps import run
 from torch import nn
 
-from balanced_parallel import TrainStep, parallelize, simulate
+from balanced_parallel import TrainStep, parallelize, savings, simulate
 
 ROWS = [7, 1, 5]  # One number for each update. A replica and a rank have none of the single row.
 WIDTH = 12
@@ -102,6 +102,15 @@ def train(rank, world_size, name, saving, simulated=False):
 
 def nothing(net):
     """No saving."""
+
+
+def checkpoint_all_blocks(net):
+    """A saving. Ranks import it from here, without what a test imports."""
+    savings.checkpoint_activations(net)
+
+
+def checkpoint_selectively(net):
+    savings.checkpoint_activations(net, selective=True)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers.ranks import run_ranks
+from helpers.ranks import Ranks
 from helpers.slow import slow, slow_but
 from helpers.trainers import (
     MODELS,
@@ -442,24 +442,10 @@ def test_arguments_are_copied():
     assert (arguments.train_batch_size, trainer.args.train_batch_size) == (2, 4)
 
 
-def run_rank(rank, head, settings):
-    trainer = make_trainer(head, make_arguments(**settings), devices=None, rows=21)
-    numbers = train(trainer)
-    return numbers, trainer.evaluate()["eval_loss"]
-
-
-@pytest.mark.parametrize("head", [slow(head) for head in HEADS])
-def test_two_ranks(head):
-    rows = make_rows(head, 21)  # 8, 8 and 5, of which the second rank has two and none
-    model = make_model(head)
-    expected = train_plainly(model, rows, 8)
-    with torch.no_grad():
-        expected_loss = model.eval()(**pad(rows)).loss.item()
-    for numbers, loss in run_ranks(
-        2, run_rank, head, {"gradient_accumulation_steps": 2}, fresh=True
-    ):
-        check(numbers, expected)
-        assert loss == pytest.approx(expected_loss, rel=1e-4)
+def run_rank(rank, head):
+    arguments = make_arguments(gradient_accumulation_steps=2)
+    trainer = make_trainer(head, arguments, devices=None, rows=21)
+    return train(trainer), trainer.evaluate()["eval_loss"]
 
 
 def run_rank_without_labels(rank, head):
@@ -469,9 +455,29 @@ def run_rank_without_labels(rank, head):
     return rows, train(make_trainer(head, make_arguments(), rows=rows, devices=None))
 
 
-def test_rank_whose_first_rows_have_no_labels():
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Two processes that import transformers once. It makes a process group of its own in them."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+def test_two_ranks(two_ranks, head):
+    rows = make_rows(head, 21)  # 8, 8 and 5, of which the second rank has two and none
+    model = make_model(head)
+    expected = train_plainly(model, rows, 8)
+    with torch.no_grad():
+        expected_loss = model.eval()(**pad(rows)).loss.item()
+    for numbers, loss in two_ranks.run(run_rank, head):
+        check(numbers, expected)
+        assert loss == pytest.approx(expected_loss, rel=1e-4)
+
+
+def test_rank_whose_first_rows_have_no_labels(two_ranks):
     """It takes what the loss is made of from the other rank."""
-    for rows, numbers in run_ranks(2, run_rank_without_labels, "masked words", fresh=True):
+    for rows, numbers in two_ranks.run(run_rank_without_labels, "masked words"):
         check(numbers, train_plainly(make_model("masked words"), rows, 4))
 
 

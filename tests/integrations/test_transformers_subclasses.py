@@ -5,6 +5,7 @@ import tempfile
 import pytest
 import torch
 import transformers
+from helpers.slow import slow
 from helpers.trainers import (
     ARGUMENTS,
     make_arguments,
@@ -22,7 +23,8 @@ from balanced_parallel import simulate
 from balanced_parallel.integrations.transformers import BalancedTrainer
 
 THREE = ["cpu"] * 3
-IN_PARTS = [{"gradient_accumulation_steps": 3}, {"device_ids": THREE}]  # of two rows each
+# Arguments and devices of a window in three parts, of two rows each.
+IN_PARTS = [({"gradient_accumulation_steps": 3}, None), ({}, THREE)]
 
 
 def check(numbers, expected, tolerance=1e-4):
@@ -79,13 +81,11 @@ def two_models(kind=ExactTwoModels, args=None, **settings):
     return kind(make_model("tags"), reference.eval(), args, margin=0.2, **settings)
 
 
-@pytest.mark.parametrize("parts", IN_PARTS)
-def test_a_trainer_with_arguments_of_its_own(parts):
-    parts = dict(parts)
-    devices = {"device_ids": parts.pop("device_ids", None)}
+@pytest.mark.parametrize(("parts", "devices"), IN_PARTS)
+def test_a_trainer_with_arguments_of_its_own(parts, devices):
     expected = train(two_models(TwoModels, make_arguments(per_device_train_batch_size=6)))
     arguments = make_arguments(**parts)
-    trainer = two_models(args=arguments, **devices)
+    trainer = two_models(args=arguments, device_ids=devices)
     check(train(trainer), expected)
     assert arguments.n_gpu == 0
     assert trainer.args is not arguments
@@ -159,22 +159,12 @@ def test_pairs_in_one_tensor():
             return (loss, {"loss": loss, "logits": first}) if return_outputs else loss
 
     def loss_of(model, batch):
-        first, second = model.linear(collate(batch)["words"]).sum(-1).chunk(2)
+        first, second = (model.linear(batch[name]).sum(-1) for name in ("first", "second"))
         return -F.logsigmoid(first - second).mean()
 
-    model = PatchedForward()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    expected = []
-    for start in range(0, 13, 6):
-        optimizer.zero_grad()
-        loss = loss_of(model, rows[start : start + 6])
-        loss.backward()
-        expected.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()))
-        optimizer.step()
-    for parts in IN_PARTS:
-        settings = {**parts}
-        devices = settings.pop("device_ids", None)
-        arguments = make_arguments(remove_unused_columns=False, label_names=[], **settings)
+    expected = train_plainly(PatchedForward(), rows, 6, loss_of)
+    for parts, devices in IN_PARTS:
+        arguments = make_arguments(remove_unused_columns=False, label_names=[], **parts)
         trainer = Pairs(
             PatchedForward(),
             arguments,
@@ -187,7 +177,7 @@ def test_pairs_in_one_tensor():
         check(train(trainer), expected)
         with torch.no_grad():
             assert trainer.evaluate()["eval_loss"] == pytest.approx(
-                loss_of(trainer.model, rows).item(), rel=1e-5
+                loss_of(trainer.model, pad(rows)).item(), rel=1e-5
             )
 
 
@@ -214,8 +204,8 @@ def over_items(model, inputs, items):
 
 
 @pytest.mark.parametrize("function", [with_decay, mean_of_rows, over_items])
-@pytest.mark.parametrize("parts", IN_PARTS)
-def test_losses_that_users_write(function, parts):
+@pytest.mark.parametrize(("parts", "devices"), IN_PARTS)
+def test_losses_that_users_write(function, parts, devices):
     class Own(BalancedTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             loss = function(model, inputs, num_items_in_batch)
@@ -228,14 +218,11 @@ def test_losses_that_users_write(function, parts):
         6,
         lambda model, batch: function(model, batch, (batch["labels"] != -100).sum()),
     )
-    settings = dict(parts)
-    devices = settings.pop("device_ids", None)
-    arguments = make_arguments(**settings)
     check(
         train(
             Own(
                 make_model("tags"),
-                arguments,
+                make_arguments(**parts),
                 train_dataset=rows,
                 data_collator=pad,
                 device_ids=devices,
@@ -293,18 +280,10 @@ def generated(prediction):
     return {"sum": float(prediction.predictions.sum()), "rows": len(prediction.predictions)}
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"gradient_accumulation_steps": 3},
-        pytest.param({"device_ids": THREE}, marks=pytest.mark.slow),
-    ],
-)
-def test_sequence_to_sequence(parts):
+@pytest.mark.parametrize(("parts", "devices"), [IN_PARTS[0], slow(*IN_PARTS[1])])
+def test_sequence_to_sequence(parts, devices):
     kind = type("Exact", (BalancedTrainer, transformers.Seq2SeqTrainer), {})
     rows = make_rows("t5", 13)
-    parts = dict(parts)
-    devices = parts.pop("device_ids", None)
 
     def make(kind, settings, **more):
         arguments = transformers.Seq2SeqTrainingArguments(

@@ -202,7 +202,7 @@ def add_parts(step, sizes):
     return run
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), *range(4)))
+@pytest.mark.parametrize("seed", slow_but(range(60), *range(3), most=8))
 def test_any_function_of_sums_is_exact(seed):
     for part in range(5):
         check_step(1000 * part + seed)
@@ -266,7 +266,7 @@ def rank_updates(rank, seeds, strategy):
     [
         (0, "ddp"),
         (0, "fsdp"),
-        *[slow(first, strategy) for first in (8, 16, 24) for strategy in ("ddp", "fsdp")],
+        *[slow(first, strategy) for first in (8, 16) for strategy in ("ddp", "fsdp")],
     ],
 )
 def test_ranks_are_exact(first, strategy):

@@ -278,7 +278,7 @@ ROWS_FIRST = {
 }
 
 
-@pytest.mark.parametrize("rows", [3, slow(7), 10])
+@pytest.mark.parametrize("rows", [5, slow(10)])  # Some shards have a row.
 @pytest.mark.parametrize("name", ROWS_FIRST)
 def test_sums_and_means_along_the_rows_are_exact_in_any_function_of_them(name, rows):
     module, criterion = nn.Linear(4, CLASSES), copy.deepcopy(ROWS_FIRST[name])

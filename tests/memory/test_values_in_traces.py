@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from helpers.slow import slow_but
+from helpers.slow import slow
 from torch import nn
 
 from balanced_parallel import Rows, Whole, memory
 from balanced_parallel.memory.trace import values
-
-LAYOUTS = [("single", 1), ("replicas", 2), ("ddp", 2), ("fsdp", 2)]
 
 
 class Reads(nn.Module):
@@ -48,8 +46,15 @@ def estimate(read, integers, **settings):
 
 
 @pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize(("layout", "devices"), slow_but(LAYOUTS, ("replicas", 2)))
-@pytest.mark.parametrize("read", [patches, offsets, written])
+@pytest.mark.parametrize(
+    ("read", "layout", "devices"),
+    [
+        (patches, "single", 1),
+        (offsets, "replicas", 2),
+        (written, "ddp", 2),
+        slow(patches, "fsdp", 2),
+    ],
+)
 def test_sizes_of_images_are_read(read, layout, devices):
     small, large = (
         estimate(
@@ -61,8 +66,10 @@ def test_sizes_of_images_are_read(read, layout, devices):
 
 
 @pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize("as_given", [torch.tensor, list, Rows])
-@pytest.mark.parametrize(("layout", "devices"), slow_but(LAYOUTS, ("fsdp", 2)))
+@pytest.mark.parametrize(
+    ("as_given", "layout", "devices"),
+    [(torch.tensor, "fsdp", 2), (list, "replicas", 2), (Rows, "ddp", 2), slow(list, "single", 1)],
+)
 def test_lengths_of_rows_are_read(as_given, layout, devices):
     def read(weight, lengths):
         numbers = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths

@@ -16,7 +16,7 @@ import torch
 from helpers.memory_problems import LanguageModel, tokens
 from helpers.problems import assert_equal, assert_same_gradients, gradients
 from helpers.releases import released_at_once
-from helpers.savings import assert_unchanged
+from helpers.savings import assert_unchanged, checkpoint_all_blocks, checkpoint_selectively
 from helpers.slow import pairs, slow
 from torch import nn
 from torch.testing import assert_close
@@ -30,14 +30,6 @@ from transformers import (
 
 from balanced_parallel import DataParallelModel, savings, simulate
 from balanced_parallel.savings.checkpointing import run_checkpointed
-
-
-def checkpoint_all_blocks(net):
-    savings.checkpoint_activations(net)
-
-
-def checkpoint_selectively(net):
-    savings.checkpoint_activations(net, selective=True)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ ESTIMATES = [
 ]
 
 
+@pytest.mark.usefixtures("trace_in_this_process")
 @pytest.mark.parametrize(("rows", "precision", "micro_batch_size", "whole", "limit"), ESTIMATES)
 def test_estimates_of_shards_equal_the_simulated_peak(
     rows, precision, micro_batch_size, whole, limit
@@ -99,6 +100,7 @@ def peak_of_whole_parameters(rank, sizes):
         return peak_of(step, (torch.zeros(2, sizes[0]), torch.zeros(2, sizes[-1])), cluster, rank)
 
 
+@pytest.mark.usefixtures("trace_in_this_process")
 @pytest.mark.parametrize("sizes", [slow([256, 512, 256, 128, 1024]), [272, 256, 256, 256]])
 def test_estimates_of_whole_parameters_equal_the_simulated_peak(sizes):
     batch = torch.zeros(2, sizes[0]), torch.zeros(2, sizes[-1])
