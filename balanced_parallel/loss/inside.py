@@ -89,7 +89,7 @@ class ForwardNotes:
                 return NotedOutput(output, notes.sums(), _Notes(notes, output))
             self._mean = None
             devices = [tensor.device for tensor in tensors]
-            with without_trace(module, devices):
+            with without_trace(module.modules(), devices):
                 return self.call(module, function, *inputs, **kwargs)
         notes.of_model(module.parameters()).of_constants([*module.buffers()])
         with notes:
@@ -130,7 +130,7 @@ def note_again(outputs: PerReplica) -> None:
     if model.noting is None:  # Another run of a compiled module would show nothing.
         return
     for number in numbers:
-        with without_trace(model.module, model.devices):
+        with without_trace(model.module.modules(), model.devices):
             model.run_again(number, outputs)
 
 
@@ -203,7 +203,7 @@ def run_rows(
     rows_of_parts = [[0], [1], [0, 1]]
 
     def run(inputs: Arguments, count: int, drawing: Drawing) -> PerReplica:
-        with without_trace(model.module, model.devices), drawing():
+        with without_trace(model.module.modules(), model.devices), drawing():
             return model.run_alone(sample.method, inputs, count)
 
     def run_repeated(count: int, drawing: Drawing) -> PerReplica:

@@ -1,7 +1,7 @@
 """State of modules that a forward changes: buffers, and numbers in attributes, such as counters."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -75,16 +75,15 @@ def copy_state(module: nn.Module) -> Callable[[], None]:
 
 
 @contextmanager
-def without_trace(module: nn.Module, devices: Devices) -> Iterator[None]:
-    """Surrounds a forward that leaves no trace: random numbers and numbers of the module are put
-    back, and buffers are replaced by copies in the block.
+def without_trace(modules: Iterable[nn.Module], devices: Devices) -> Iterator[None]:
+    """Surrounds a forward that leaves no trace: random numbers and numbers of these modules are put
+    back, and their buffers are replaced by copies in the block.
     """
+    parts = [*modules]
     random_numbers = RandomState(devices)
-    numbers = [(vars(part), numbers_of(part)) for part in module.modules()]
+    numbers = [(vars(part), numbers_of(part)) for part in parts]
     buffers = [
-        (part, name, buffer)
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
+        (part, name, buffer) for part in parts for name, buffer in part.named_buffers(recurse=False)
     ]
     for part, name, buffer in buffers:
         setattr(part, name, buffer.clone())

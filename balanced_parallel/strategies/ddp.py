@@ -181,7 +181,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 inputs, kwargs = move_arguments(arguments, self.devices[0])
                 output = function(*inputs, **kwargs)
             else:
-                output = self._run_without_rows(function, row, arguments)
+                output = self._run_without_rows(function, row, arguments, in_step)
             reduces = self.require_backward_grad_sync
             if torch.is_grad_enabled() and (reduces or not in_step):
                 output = watch_output(output, self.zero(reduces=reduces))
@@ -203,7 +203,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         return self._examples.get(method) or row_of_ones(arguments, self.dim)
 
     def _run_without_rows(
-        self, function: Callable[..., object], row: Arguments, empty: Arguments
+        self, function: Callable[..., object], row: Arguments, empty: Arguments, in_step: bool
     ) -> object:
         """Runs a row in place of arguments without rows. Only the structure of the output is left,
         and its way to the arguments.
@@ -212,7 +212,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         is_chained = any(tensor.requires_grad for tensor in tensors_in(row))
         frozen = self.record.parameters if is_chained else []
         # A forward may call torch.autograd.grad.
-        with undone(self.module, self.devices), _requiring(frozen, False):
+        around = undone(self.module, self.devices, advances=not in_step)
+        with around, _requiring(frozen, False):
             outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
 
         def connected(tensor: Tensor) -> Tensor:

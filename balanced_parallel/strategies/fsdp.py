@@ -20,6 +20,7 @@ tensors of different sizes, so zeros are set in place of missing gradients. (tor
 this itself.) A rank all-gathers a block when it runs it. Blocks of equal size that run in another
 order elsewhere would be mixed up without an error, so the hosts compare their orders::
 
+    first forward            ranks compare each block before they all-gather it
     start of the backward    ranks compare the blocks that they have run, if these are new
     backward of a block      all-gather | gradients of parameters | zeros for missing ones | reduce-scatter
     end of the update        ranks agree on the parameters that nobody has used: their gradient is None again
@@ -80,7 +81,7 @@ class ShardedModel(RankModel):
 
     Parameters, gradients and optimizer state are ``DTensor``s, sharded over the ranks. A rank
     without rows runs one row of an earlier one: its output has no rows, its gradients are zeros,
-    and random numbers and buffers stay as they were.
+    and random numbers, and in a step buffers, stay as they were.
 
     Args:
         module: on any device. It is sharded in place, over the ranks of ``mesh``.
@@ -166,10 +167,11 @@ class ShardedModel(RankModel):
         self, method: str | None, example: Arguments, arguments: Arguments | None, in_step: bool
     ) -> PerReplica:
         """Runs a row of another batch, in place of ``arguments`` without rows."""
+        is_by_hand = not in_step and arguments is not None
         with (
             self.record.of_dummy(),
             self._random_numbers(),
-            undone(self.module, self.devices),
+            undone(self.module, self.devices, advances=is_by_hand),
         ):
             row = self._copied_row(example, arguments)
             outputs = self._call(method, row, 1, in_step).narrow(0, 0)
@@ -187,6 +189,7 @@ class ShardedModel(RankModel):
         self.outputs = None
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
+        self.record.compare_first()
         self.forwards += 1
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # The module has its shards again after an evaluation.
@@ -515,9 +518,12 @@ class ShardedGradients(GradientRecord):
         self._units.append(slots)
         self._root = unit
 
+        def note(module: nn.Module, inputs: object) -> None:
+            self._ran.append(block)
+            self.compare_first()
+
         def watch_inputs(module: nn.Module, inputs: object, kwargs: object) -> None:
             self.has_run = self.has_run or unit is self._root
-            self._ran.append(block)
             # FSDP2 has no node for a unit without parameters of its own, and does nothing where a
             # checkpoint runs it again.
             if not slots or not torch.is_grad_enabled() or current_backward_id() is not None:
@@ -534,7 +540,8 @@ class ShardedGradients(GradientRecord):
                 node: torch_private.Node = learned[0].grad_fn
                 node.register_prehook(functools.partial(self._begin_unit, slots))
 
-        # The hook of FSDP2 comes first. torch.compile leaves both out.
+        # The hook of FSDP2 comes between these two. torch.compile leaves both out.
+        unit.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
     def _begin_unit(self, slots: Sequence[Slot], gradients: object) -> None:
@@ -567,7 +574,19 @@ class ShardedGradients(GradientRecord):
         """Compares the blocks of all ranks if they are new. Raises ``RuntimeError`` if they differ."""
         ran = self._ran
         self._ran = []
-        if ran == self._compared or len(self._units) == 1:  # The root alone has no order.
+        if ran != self._compared:
+            self._compare(ran)
+            self._compared = ran
+
+    def compare_first(self) -> None:
+        """Compares the blocks of the first forward before each is gathered, and at its end: shards of
+        other sizes abort gloo.
+        """
+        if self._compared is None:
+            self._compare(self._ran)
+
+    def _compare(self, ran: list[str]) -> None:
+        if len(self._units) == 1:  # The root alone has no order.
             return
         orders = gather_objects(ran, self.group)
         for rank, order in enumerate(orders):
@@ -577,7 +596,6 @@ class ShardedGradients(GradientRecord):
                         f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in "
                         "the same order: run one that only some rows need on every rank, or use strategy='ddp'"
                     )
-        self._compared = ran
 
     def refuse_requests(self) -> None:
         """Raises ``RuntimeError`` if the running backward was asked for gradients of parameters,

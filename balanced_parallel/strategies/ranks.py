@@ -26,14 +26,20 @@ from ..batch.rows import ParallelModel, Shard, count_rows, move_arguments, move_
 from ..loss.criterion import DataParallelCriterion
 from ..loss.names import SumName, compare_names, digest_names
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
-from ..replicas.all_rows import NONE, forward_of
+from ..replicas.all_rows import NONE, forward_of, sums_rows
 from ..replicas.batchnorm import begin_forward, meets_others
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.module_state import advancing_buffers, are_close, numbers_of, without_trace
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
-from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
+from ..runtime.torch_private import (
+    BatchNorm,
+    current_backward_id,
+    is_compiled,
+    is_sharded,
+    memory_of,
+)
 from ..runtime.values import Precision, PrecisionName, forget_gradients
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync
@@ -684,7 +690,16 @@ def refuse_graph() -> None:
 
 
 @contextlib.contextmanager
-def undone(module: nn.Module, devices: Devices) -> Iterator[None]:
-    """Undoes what a forward of a row in place of no rows changes."""
-    with without_trace(module, devices), forward_of(NONE):
+def undone(module: nn.Module, devices: Devices, *, advances: bool) -> Iterator[None]:
+    """Undoes what a forward of a row in place of no rows changes.
+
+    With ``advances``, as by hand, state that does not depend on the rows stays: the others have run
+    this forward, too.
+    """
+    parts = [
+        part
+        for part in module.modules()
+        if not advances or isinstance(part, BatchNorm) or sums_rows(part)
+    ]
+    with without_trace(parts, devices), forward_of(NONE):
         yield

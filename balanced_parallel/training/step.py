@@ -150,6 +150,8 @@ class TrainStep(SaysInstead):
     }
     model: ParallelModel = setting()
     criterion: DataParallelCriterion = setting()
+    optimizer: Optimizers = setting()
+    scheduler: Schedulers | None = setting()
     precision: Precision = setting()
     cut: Cut | None = setting()
     reproducible: bool | Literal["bits"] = setting()

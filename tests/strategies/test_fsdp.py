@@ -308,6 +308,18 @@ def test_blocks_that_differ_between_ranks_raise_an_error(rank):
             assert_close(step.model(inputs[mine])[0], plain(inputs[mine]))
 
 
+@pytest.mark.parametrize("expert", [2, -1])
+@on_ranks(2, timeout=60)
+def test_blocks_of_the_first_forward_are_compared_before_they_are_gathered(rank, expert):
+    """Shards of other sizes aborted gloo, and a rank without a block waited in the loss."""
+    net = Experts()
+    net.experts[2] = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 5))
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
+    inputs = torch.full((2, 4), float(expert * rank))
+    with pytest.raises(RuntimeError, match=r"rank 1 ran the block (none|experts\.2) where rank 0"):
+        criterion(model(inputs), torch.zeros(2, dtype=torch.long))
+
+
 @on_ranks(2, fresh=True)
 def test_blocks_that_change_on_one_rank_never_train_on_mixed_parameters(rank):
     """Runs the experts of one rank in another order in the third update. The other rank waits for its shards."""

@@ -356,10 +356,12 @@ def test_norms_that_are_assigned_later_are_checked(name, norm):
         ("cut", None),
         ("criterion", nn.MSELoss()),
         ("model", build_net()),
+        ("optimizer", torch.optim.SGD(build_net().parameters())),
+        ("scheduler", None),
     ],
 )
 def test_settings_of_the_constructor_alone_are_not_assigned_later(name, value):
-    """``step.reproducible = "bits"`` was taken, and did nothing."""
+    """``step.reproducible = "bits"`` was taken, and did nothing. An optimizer of another model trained nothing."""
     step = make_step(build_net())
     for each in (step, copy.deepcopy(step)):
         before = getattr(each, name)
