@@ -189,7 +189,7 @@ class ShardedModel(RankModel):
         self.outputs = None
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
-        self.record.compare_first()
+        self.record.compare_first(is_end=True)
         self.forwards += 1
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # The module has its shards again after an evaluation.
@@ -445,6 +445,7 @@ class ShardedGradients(GradientRecord):
         # Blocks in the order in which they began to run, since the last backward or evaluation.
         self._ran: list[str] = []
         self._compared: list[str] | None = None
+        self._is_first = True  # No forward has ended.
         self._units: list[list[Slot]] = []  # the parameters of each sharded module
         self._accumulators: list[torch_private.Node] = []  # They live, with their hooks.
         self._scalars: list[int] = []  # Parameters that each rank has whole.
@@ -578,11 +579,12 @@ class ShardedGradients(GradientRecord):
             self._compare(ran)
             self._compared = ran
 
-    def compare_first(self) -> None:
+    def compare_first(self, *, is_end: bool = False) -> None:
         """Compares the blocks of the first forward before each is gathered, and at its end: shards of
         other sizes abort gloo.
         """
-        if self._compared is None:
+        if self._is_first:
+            self._is_first = not is_end
             self._compare(self._ran)
 
     def _compare(self, ran: list[str]) -> None:
