@@ -191,6 +191,29 @@ def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
                 plain.assert_same(net, gradients=False)
 
 
+@on_ranks(2)
+def test_a_write_that_begins_later_is_seen(rank):
+    """Only the first forward was watched: FSDP2 lost later writes, and ranks of DDP parted where one had no rows."""
+    for strategy in STRATEGIES:
+        net = bounded("")
+        plain = Plain(net, nn.MSELoss(), lr=0.3)
+        model, criterion = parallelize(net, nn.MSELoss(), strategy=strategy)
+        update = make_update(model, criterion, None, lr=0.3)
+        for number, sizes in enumerate(([2, 3], [3, 2], [4, 1], [5, 0], [0, 5])):
+            if number == 3:
+                net[1].spelling = net[3].spelling = "no_grad"
+                plain.module[1].spelling = plain.module[3].spelling = "no_grad"
+            batch = batch_of(5, 4)
+            rows = [tensor.split(sizes)[rank] for tensor in batch]
+            if number == 3 and strategy == "fsdp":
+                with pytest.raises(RuntimeError, match="a forward writes to 1.weight"):
+                    update(*rows)
+                break
+            update(*rows)
+            plain(*batch)
+            plain.assert_same(net, gradients=False)
+
+
 class Chunks(nn.Module):
     """Ghost batch norm: normalises chunks of some rows. With ``size=0``, all rows twice, and some rows once."""
 
@@ -235,6 +258,36 @@ def test_a_converted_batch_norm_of_chunks_is_an_error(rank):
             nn.functional.mse_loss(nets[1](inputs), targets).backward()
             criterion(model(inputs[rows]), targets[rows]).backward()
             assert_gradients(model.module, nets[1])
+
+
+class Outside(nn.Module):
+    """Uses the weight of a block of FSDP2 after its forward."""
+
+    def __init__(self, *, is_mixed):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.is_mixed = is_mixed
+
+    def forward(self, inputs):
+        size = self.net(inputs), self.net[0].weight.square().sum().expand(len(inputs))
+        return size[0] + size[1] if self.is_mixed else size
+
+
+def error_and_size(output, size, target):
+    return nn.functional.mse_loss(output, target) + size.mean()
+
+
+@on_ranks(2)
+def test_a_forward_that_uses_the_weight_of_another_block_is_an_error(rank):
+    """An output that was a shard aborted gloo: its rows are not those of the other ranks."""
+    inputs, targets = torch.randn(5, 4), torch.randn(5, 1)
+    rows = slice(0, 3) if rank == 0 else slice(3, 5)
+    for is_mixed in (True, False):
+        criterion = nn.MSELoss() if is_mixed else error_and_size
+        for by_hand in (True, False):
+            step = parallel_step(Outside(is_mixed=is_mixed), criterion, strategy="fsdp")
+            with pytest.raises(RuntimeError, match="outside of that module's forward.*sharded"):
+                step.model(inputs[rows]) if by_hand else step(inputs[rows], targets[rows])
 
 
 class Forces(nn.Module):
