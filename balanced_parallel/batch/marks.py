@@ -219,9 +219,6 @@ def _lists_of_one_type(node: Any, name: str) -> Iterator[tuple[str, Sequence[obj
     """
     container = containers.open_container(node)
     if container is None:
-        # A range, for example.
-        if isinstance(node, Sequence) and not isinstance(node, (list, tuple, str, bytes)):
-            yield name, node
         return
     is_inner_tuple = type(node) is tuple and "[" in name
     if (isinstance(node, list) or is_inner_tuple) and _are_alike(node):

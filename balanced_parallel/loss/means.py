@@ -207,9 +207,7 @@ def _refuse_totals(result: object, formula: Formula, sums: Iterable[Tensor] = ()
     The values of the sums tell of one that is computed twice.
     """
     places_to_log(result)
-    values = dict(zip([each.number for each in formula.inputs], sums, strict=False))
     places: dict[int, str] = {}
-    terms: dict[str, set[object]] = {}
     for place in formula.losses if len(formula.losses) > 1 else ():
         for each in formula.inputs_of([place]):
             if each.is_count or not each.learns:  # A number of rows, for example.
@@ -217,12 +215,13 @@ def _refuse_totals(result: object, formula: Formula, sums: Iterable[Tensor] = ()
             if each.number in places:
                 refuse_total(f"the same {each.kind} in {places[each.number]} and {place}")
             places[each.number] = place
-            value = values[each.number].tolist() if values else 0.0
-            if value:
-                terms.setdefault(place, set()).add((each.kind, str(value)))
-    for total, part in itertools.permutations(terms, 2):
-        if terms[part] < terms[total]:
-            refuse_total(f"the sums of {part} in {total} too")
+    terms: dict[str, set[str]] = {}
+    for each, total in zip(formula.inputs, sums, strict=False):
+        if each.number in places and (value := total.tolist()):
+            terms.setdefault(places[each.number], set()).add(f"{each.kind} {value}")
+    for whole, part in itertools.permutations(terms, 2):
+        if terms[part] < terms[whole]:
+            refuse_total(f"the sums of {part} in {whole} too")
 
 
 def _refuse_unknown(

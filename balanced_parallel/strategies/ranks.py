@@ -165,11 +165,9 @@ class RankModel(ParallelModel):
             output = self._run(method, arguments, rows, in_step=in_step)
         self._note_writes()
         self._note_buffers()  # The first forward may make some.
-        is_plain = not self.meets_ranks and isinstance(self, DistributedDataParallel)
-        communicates = is_plain and bool(names)
-        self.runs[kind] = communicates or self.runs.get(kind, False)
-        if communicates:
-            self.meets_ranks = True
+        self.runs.setdefault(kind, False)
+        if names and not self.meets_ranks and isinstance(self, DistributedDataParallel):
+            self.runs[kind] = self.meets_ranks = True
             warnings.warn(
                 f"the module communicates with the other ranks itself ({', '.join(sorted(names))}), expected as many "
                 "micro-batches on each rank, with rows in each: without these limits, use convert_sync_batchnorm for batch norm, "
