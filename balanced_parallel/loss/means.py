@@ -11,7 +11,8 @@ criterion, so that of other rows has to be the same.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -200,15 +201,27 @@ def _with_graph(tensor: Tensor) -> Tensor:
     return leaf.requires_grad_().clone() if leaf.is_floating_point() or leaf.is_complex() else leaf
 
 
-def _refuse_totals(result: object, formula: Formula) -> None:
-    """Raises ``ValueError`` if one of several losses is called their total, or has a sum of others."""
+def _refuse_totals(result: object, formula: Formula, sums: Iterable[Tensor] = ()) -> None:
+    """Raises ``ValueError`` if one of several losses is called their total, or has a sum of others.
+
+    The values of the sums tell of one that is computed twice.
+    """
     places_to_log(result)
     places: dict[int, str] = {}
     for place in formula.losses if len(formula.losses) > 1 else ():
         for each in formula.inputs_of([place]):
-            if not each.is_count and each.number in places:
+            if each.is_count or not each.learns:  # A number of rows, for example.
+                continue
+            if each.number in places:
                 refuse_total(f"the same {each.kind} in {places[each.number]} and {place}")
             places[each.number] = place
+    terms: dict[str, set[str]] = {}
+    for each, total in zip(formula.inputs, sums, strict=False):
+        if each.number in places and (value := total.tolist()):
+            terms.setdefault(places[each.number], set()).add(f"{each.kind} {value}")
+    for whole, part in itertools.permutations(terms, 2):
+        if terms[part] < terms[whole]:
+            refuse_total(f"the sums of {part} in {whole} too")
 
 
 def _refuse_unknown(
@@ -420,7 +433,7 @@ class LossOfSums(CoupledLoss):
 
     def _values_to_log(self, result: object) -> LoggedMeans:
         """Returns none: each part has its own."""
-        _refuse_totals(result, self.formula)
+        _refuse_totals(result, self.formula, self._total.values())
         return {}
 
     def _parts(self, calls: Calls) -> list[ShardStatistics]:

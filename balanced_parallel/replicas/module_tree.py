@@ -30,6 +30,7 @@ from ..runtime.torch_private import (
     buffers_of,
     children_of,
     is_compiled,
+    memory_of,
     parameters_of,
     versions,
 )
@@ -258,19 +259,24 @@ class ModuleTree:
 
         Raises ``RuntimeError`` for a buffer or a parameter of a training module that it has left
         with values of the rows of each replica. Buffers are compared in the first forward even if no
-        version counter tells of a write, as of one by ``.data``.
+        version counter tells of a write, as of one by ``.data``, and all tensors if one has other
+        memory, which the module itself would not have.
         """
         before = {
             (module, name): (tensor, versions([tensor]))
             for module in self.modules
             for name, tensor in self._state(module).items()
         }
+        skeletons = [skeleton for _, skeleton, _ in itertools.chain.from_iterable(replicas)]
+        tensors = [*itertools.chain(*[self._state(each).values() for each in skeletons])]
+        memory = [*map(memory_of, tensors)]
         yield
+        is_moved = memory != [*map(memory_of, tensors)]
         for part, skeleton, _ in itertools.chain.from_iterable(replicas):
             for name, present in self._state(part.module).items():
                 tensor, version = before.get((part.module, name), (present, None))
                 is_buffer = not isinstance(tensor, nn.Parameter)
-                counter_tells = present is tensor and not (is_first and is_buffer)
+                counter_tells = present is tensor and not ((is_first and is_buffer) or is_moved)
                 if counter_tells and versions([tensor]) == version:
                     continue
                 other = self._state(skeleton).get(name, tensor)

@@ -11,6 +11,7 @@ import itertools
 import operator
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -81,6 +82,7 @@ class RankModel(ParallelModel):
         self.meets_ranks = meets_others(self.module)
         self.rank_numbers = RankNumbers()
         self.runs = {}
+        self._calls = Counter[tuple[str | None, bool]]()  # The number of runs of each kind.
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._note_buffers()
         self._before = self._versions()
@@ -138,7 +140,8 @@ class RankModel(ParallelModel):
     ) -> PerReplica:
         """Runs the module.
 
-        The first run of a method shows whether it communicates with other ranks itself.
+        The 1st, 2nd, 4th, 8th, ... run of a method shows whether it communicates with other ranks
+        itself, or writes to parameters.
         """
         # self.module would call __getattr__
         module: Any = torch_private.children_of(self)["module"]
@@ -153,7 +156,8 @@ class RankModel(ParallelModel):
             )
         if self.meets_ranks:
             begin_forward(rows)
-        if kind in self.runs:
+        self._calls[kind] += 1
+        if kind in self.runs and self._calls[kind].bit_count() > 1:
             return self._run(method, arguments, rows, in_step=in_step)
         names: set[str] = set()
         is_eager = not any(map(is_compiled, self.modules()))
@@ -167,10 +171,9 @@ class RankModel(ParallelModel):
             output = self._run(method, arguments, rows, in_step=in_step)
         self._note_writes()
         self._note_buffers()  # The first forward may make some.
-        is_plain = not self.meets_ranks and isinstance(self, DistributedDataParallel)
-        self.runs[kind] = is_plain and bool(names)
-        if self.runs[kind]:
-            self.meets_ranks = True
+        self.runs.setdefault(kind, False)
+        if names and not self.meets_ranks and isinstance(self, DistributedDataParallel):
+            self.runs[kind] = self.meets_ranks = True
             warnings.warn(
                 f"the module communicates with the other ranks itself ({', '.join(sorted(names))}), expected as many "
                 "micro-batches on each rank, with rows in each: without these limits, use convert_sync_batchnorm for batch norm, "

@@ -255,10 +255,20 @@ def a_mean_in_two_losses(output, target):
     return {"all": ce + 0.1 * l2, "ce": ce}
 
 
+def a_total_computed_again(output, target):
+    """The loss of torch was called twice, and the total was added to its part."""
+    return {
+        "ce": F.cross_entropy(output, target),
+        "all": sum(terms(output, target)),
+        "error": output.abs().mean(),
+    }
+
+
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}], ids=str)
 @pytest.mark.parametrize(
     ("criterion", "text"),
     [
+        (a_total_computed_again, r"the sums of \['ce'\] in \['all'\] too"),
         (total_beside_its_parts, "an entry 'total' beside others"),
         (a_mean_in_two_losses, r"the same cross_entropy in \['all'\] and \['ce'\]"),
     ],
@@ -274,6 +284,30 @@ def test_a_total_without_the_name_of_the_loss_is_an_error(criterion, text, setti
     # A loop chooses the loss itself.
     result = DataParallelCriterion(criterion)(step.model(inputs), targets)
     assert all(value.isfinite() for value in result.values())
+
+
+def losses_over_one_number(output, target):
+    """The sum in both losses is a number of targets: they were refused as a total and its part."""
+    positives = (target > 0).sum() + 0.5
+    return {
+        "ce": F.cross_entropy(output, target, reduction="sum") / positives,
+        "l1": output.abs().sum() / positives,
+    }
+
+
+def equal_losses(output, target):
+    """Two heads that begin with equal weights."""
+    return [F.cross_entropy(part, target) for part in (output, output.clone())]
+
+
+@pytest.mark.parametrize("criterion", [losses_over_one_number, equal_losses])
+def test_losses_that_have_no_sum_of_rows_in_common_are_added(criterion):
+    net = build_net()
+    inputs, targets = batch(0)
+    losses = criterion(net(inputs), targets)
+    expected = sum(losses.values() if isinstance(losses, dict) else losses)
+    step = make_step(net, criterion, devices=3, lr=0.0)
+    assert_close(step(inputs, targets), expected.detach())
 
 
 def with_an_unknown_value(output, target):

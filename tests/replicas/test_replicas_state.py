@@ -68,6 +68,11 @@ def initialise(module, output):
     module.shift.sub_(output.mean(0))
 
 
+def replace_data(module, output):
+    """The constraint of EEGNet: the module kept its weight, and each forward bounded a copy."""
+    module.layer.weight.data = module.layer.weight.data.renorm(2, 0, 0.1)
+
+
 def train(write, devices, *, in_step, updates=4):
     net = Stateful(write)
     model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
@@ -96,13 +101,13 @@ def test_a_buffer_of_the_rows_of_each_replica_is_refused(write, devices, in_step
         train(write, devices, in_step=in_step)
 
 
-def test_a_parameter_of_the_rows_of_each_device_is_refused():
+@pytest.mark.parametrize(
+    ("write", "tensor"), [(initialise, "shift of the model"), (replace_data, "weight of layer")]
+)
+def test_a_parameter_of_the_rows_of_each_device_is_refused(write, tensor):
     """A data-dependent initialisation was that of the rows of the first device, silently."""
-    with (
-        simulate(3),
-        pytest.raises(RuntimeError, match="to the tensor shift of the model in"),
-    ):
-        train(initialise, None, in_step=True)
+    with simulate(3), pytest.raises(RuntimeError, match=f"to the tensor {tensor} in"):
+        train(write, None, in_step=True)
 
 
 def test_a_buffer_of_a_criterion_is_refused():
@@ -131,6 +136,7 @@ def test_state_that_does_not_depend_on_the_rows_stays():
         module.penalty = output.abs().mean()
         with torch.no_grad():
             module.shift.mul_(0.5)
+        module.layer.weight.data = module.layer.weight.data.clone()  # as flat weights of an LSTM
 
     with simulate(3):
         net = train(write, None, in_step=False)

@@ -191,6 +191,29 @@ def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
                 plain.assert_same(net, gradients=False)
 
 
+@on_ranks(2)
+def test_a_write_that_begins_later_is_seen(rank):
+    """Only the first forward was watched: FSDP2 lost later writes, and ranks of DDP parted where one had no rows."""
+    for strategy in STRATEGIES:
+        net = bounded("")
+        plain = Plain(net, nn.MSELoss(), lr=0.3)
+        model, criterion = parallelize(net, nn.MSELoss(), strategy=strategy)
+        update = make_update(model, criterion, None, lr=0.3)
+        for number, sizes in enumerate(([2, 3], [3, 2], [4, 1], [5, 0], [0, 5])):
+            if number == 3:
+                net[1].spelling = net[3].spelling = "no_grad"
+                plain.module[1].spelling = plain.module[3].spelling = "no_grad"
+            batch = batch_of(5, 4)
+            rows = [tensor.split(sizes)[rank] for tensor in batch]
+            if number == 3 and strategy == "fsdp":
+                with pytest.raises(RuntimeError, match="a forward writes to 1.weight"):
+                    update(*rows)
+                break
+            update(*rows)
+            plain(*batch)
+            plain.assert_same(net, gradients=False)
+
+
 class Chunks(nn.Module):
     """Ghost batch norm: normalises chunks of some rows. With ``size=0``, all rows twice, and some rows once."""
 
@@ -235,6 +258,32 @@ def test_a_converted_batch_norm_of_chunks_is_an_error(rank):
             nn.functional.mse_loss(nets[1](inputs), targets).backward()
             criterion(model(inputs[rows]), targets[rows]).backward()
             assert_gradients(model.module, nets[1])
+
+
+class Outside(nn.Module):
+    """Returns a penalty of the weight of a block of FSDP2, after its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, inputs):
+        return self.net(inputs), self.net[0].weight.square().sum().expand(len(inputs))
+
+
+@on_ranks(2)
+def test_an_output_that_is_a_shard_is_an_error(rank):
+    """It aborted gloo: its rows are not those of the other ranks."""
+
+    def criterion(output, size, target):
+        return nn.functional.mse_loss(output, target) + size.mean()
+
+    inputs, targets = torch.randn(5, 4), torch.randn(5, 1)
+    rows = slice(0, 3) if rank == 0 else slice(3, 5)
+    for by_hand in (True, False):
+        step = parallel_step(Outside(), criterion, strategy="fsdp")
+        with pytest.raises(RuntimeError, match="a loss uses sharded parameters, as a penalty"):
+            step.model(inputs[rows]) if by_hand else step(inputs[rows], targets[rows])
 
 
 class Forces(nn.Module):
