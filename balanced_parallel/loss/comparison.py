@@ -132,6 +132,11 @@ class ComparisonOfSums:
         self._model = model
         return self
 
+    @property
+    def has_samples(self) -> bool:
+        """True in an update whose sums are compared."""
+        return bool(self.samples or self._rows)
+
     def use(self, statistics: Callable[[ShardLoss], ShardStatistics]) -> None:
         """Computes other statistics from now on."""
         self._statistics = statistics

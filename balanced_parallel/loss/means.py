@@ -433,7 +433,9 @@ class LossOfSums(CoupledLoss):
 
     def _values_to_log(self, result: object) -> LoggedMeans:
         """Returns none: each part has its own."""
-        _refuse_totals(result, self.formula, self._total.values())
+        # To read sums waits for the device.
+        sums = self._total.values() if self.comparison.has_samples else ()
+        _refuse_totals(result, self.formula, sums)
         return {}
 
     def _parts(self, calls: Calls) -> list[ShardStatistics]:
