@@ -14,9 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from torch import nn
+
 from ..batch.plan import count_micro_batches, split_sizes
 from ..diagnostics.reasons import statistics_of
 from ..runtime.values import format_bytes
+from ..savings.saving import BF16_PARAMETERS
 from .lines import Lines, most_that_fit
 from .problem import Request
 from .savings import (
@@ -171,6 +174,13 @@ class MicroBatches(NamedTuple):
     rows: list[int]
 
 
+def bytes_of(parameters: Iterable[nn.Parameter], is_half: bool) -> int:
+    """Returns the bytes of parameters, or those of the same in bf16."""
+    return sum(
+        each.numel() * (min(each.itemsize, 2) if is_half else each.itemsize) for each in parameters
+    )
+
+
 class Option:
     """Savings that are applied together to updates of ``batch_size`` rows, on devices of
     ``capacity`` bytes.
@@ -204,16 +214,17 @@ class Option:
         self.limits = [int(size * self.part) - SCALARS for size in sizes]
         # Devices of several sizes in one process may have unequal shares.
         self.may_differ = not self.is_distributed and len(set(sizes)) > 1
-        self.parameters = sum(parameter.nbytes for parameter in request.module.parameters())
         self.learned = trained(request.module.parameters())
-        self.gradients = sum(parameter.nbytes for parameter in self.learned)
+        is_half = BF16_PARAMETERS.name in request.savings
+        self.parameters = bytes_of(request.module.parameters(), is_half)
+        self.gradients = bytes_of(self.learned, is_half)
         self.traced: dict[int, Lines] = {}
 
     @property
     def held(self) -> int:
         """Bytes of parameters, gradients and optimizer state on a device, if shards are equal."""
         request = self.request
-        state: int = request.optimizer.state_bytes(self.learned)
+        state: int = request.optimizer.state_bytes(self.gradients)
         buffers: int = sum(buffer.nbytes for buffer in request.module.buffers())
         whole = self.parameters + buffers + self.gradients
         if request.layout.is_sharded:
@@ -285,20 +296,14 @@ class Option:
         Devices of one size have equal shares: each has at most the rows of those before it.
         """
         lines = self.lines(micro_batches)
-        step = self.step
 
         @functools.cache
         def most(device: int) -> int:
-            limit = self.limits[device]
+            def fits(rows: int) -> bool:
+                return lines.reserved(device, rows * self.step, self.limits[device]) is not None
+
             before = range(0 if self.may_differ else device)
-            bound = min([share, *map(most, before)])
-            # The first search takes no replay.
-            bound = most_that_fit(
-                lambda rows: lines.at_least(device, rows * step) + self.context <= limit, bound
-            )
-            return most_that_fit(
-                lambda rows: lines.reserved(device, rows * step, limit) is not None, bound
-            )
+            return most_that_fit(fits, min([share, *map(most, before)]))
 
         return [most(device) for device in self.request.traced_devices]
 
@@ -436,7 +441,7 @@ class Option:
         request = self.request
         devices = len(self.capacity)
         if request.layout.is_sharded:
-            gathered = self.parameters // 2 if request.precision == "bf16" else self.parameters
+            gathered = bytes_of(request.module.parameters(), request.precision == "bf16")
             reductions = 1 if whole else count
             # values and gradients to all ranks, values from owners
             learned = (2 * reductions + 6 * request.balanced) * self.gradients
@@ -461,7 +466,6 @@ class Search:
     Args:
         request: the plain program.
         capacity: bytes of each device, over all hosts.
-        hosts: number of hosts, with as many devices each.
     """
 
     def __init__(
@@ -469,12 +473,10 @@ class Search:
         request: Request,
         capacity: Sequence[int],
         batch_size: int,
-        hosts: int,
     ) -> None:
         self.request = request
         self.capacity = tuple(capacity)
         self.batch_size = batch_size
-        self.hosts = hosts
         self.choices: dict[Option, Choice] = {}
         self.skipped: dict[str, str] = {}
         self._refused = set[Option]()  # No trace could run them.
@@ -518,11 +520,10 @@ class Search:
         options = self._make(
             (*layout, *step) for step in steps for layout in itertools.chain(*self._groups)
         )
-        return [
-            option.name
-            for option in options
-            if option not in self.choices and option.name not in self.skipped
-        ]
+        return [option.name for option in options if self._is_new(option)]
+
+    def _is_new(self, option: Option) -> bool:
+        return option not in self.choices and option.name not in self.skipped
 
     def _suited(self, stage: Stage) -> list[PlannedSaving]:
         """Returns the savings of a stage that suit the request."""
@@ -530,8 +531,7 @@ class Search:
 
     def _fits(self, option: Option) -> bool:
         """Traces an option that has a chance to fit."""
-        is_new = option not in self.choices and option.name not in self.skipped
-        if is_new and self._has_a_chance(option):
+        if self._is_new(option) and self._has_a_chance(option):
             _log.info("trying: %s", option.name)
             try:
                 choice = option.choose(next(iter(self.choices), option))
@@ -560,8 +560,9 @@ class Search:
             if choice.micro_batches == 1 and less < savings <= less | _COSTLY:
                 return False
         is_last = savings.issuperset(self._last)
+        size = max(self.capacity)
         share = 1.0 if len(self.capacity) == 1 else 0.8
-        if option.held > share * max(self.capacity) and not is_last:
+        if option.held > min(share * size, size - option.context) and not is_last:
             self.skipped[option.name] = (
                 f"parameters, gradients and optimizer state take {format_bytes(option.held)} per device"
             )

@@ -410,7 +410,7 @@ def plan(
     limits = parse_each(capacity, devices) * hosts
     request = dataclasses.replace(request, stack=find_stack(module))
     with keeping_processes(request, seconds):
-        search = Search(request, limits, batch_size, hosts)
+        search = Search(request, limits, batch_size)
         search.run()
         if not search.choices:
             name, reason = next(iter(search.skipped.items()))

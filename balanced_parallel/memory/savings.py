@@ -136,12 +136,11 @@ def _smaller(make: type[optim.Optimizer]) -> PlannedSaving:
 
     Those of an existing step stay.
     """
-    matrix = [nn.Parameter(torch.zeros(64, 64))]
 
     def suits(request: Request) -> bool:
         choice = request.optimizer
-        least = OptimizerChoice(make).state_bytes(matrix)
-        return isinstance(choice, OptimizerChoice) and choice.state_bytes(matrix) > least
+        least = OptimizerChoice(make).state_bytes(2**20)
+        return isinstance(choice, OptimizerChoice) and choice.state_bytes(2**20) > least
 
     def change(request: Request) -> Request:
         return replace(request, optimizer=OptimizerChoice(make))

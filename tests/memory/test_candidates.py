@@ -17,6 +17,7 @@ from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.problem import Problem
 from balanced_parallel.memory.trace.stacks import find_repeated
 from balanced_parallel.runtime.values import format_bytes
+from balanced_parallel.savings.saving import BF16_PARAMETERS
 
 WIDTH = 64
 
@@ -218,17 +219,36 @@ def test_options_without_a_chance_are_not_traced():
     problem = Problem(Wide(), nn.MSELoss(), *batch(4))
     request = make_request(problem, layout="replicas", devices=2, device_kind="a100")
     costly, spread = savings_of_plans.OFFLOADED, savings_of_plans.SPREAD
-    search = candidates.Search(request, [2**30] * 2, 64, 1)
+    search = candidates.Search(request, [2**30] * 2, 64)
     plain, offloaded, balanced = search._make([(), (costly,), (spread, costly)])
     assert search._has_a_chance(offloaded)
     search.choices[plain] = SimpleNamespace(micro_batches=1)
     assert not search._has_a_chance(offloaded)
     assert search._has_a_chance(balanced)
-    small = candidates.Search(request, [STATE] * 2, 64, 1)
+    small = candidates.Search(request, [STATE] * 2, 64)
     first, last = small._make([(), (savings_of_plans.SHARDS,)])
     assert not small._has_a_chance(first)
     assert small._has_a_chance(last)
     assert "optimizer state take" in small.skipped["replicas"]
+    alone = dataclasses.replace(request, devices=1)
+    one = candidates.Search(alone, [2 * STATE], 64)
+    assert not one._has_a_chance(*one._make([()]))  # beside the context of an A100
+
+
+def test_parameters_in_bf16_take_half_the_bytes():
+    """They counted as float32: options that fit were left out, and the traffic was twice as large."""
+    request = make_request(
+        Problem(Wide(), nn.MSELoss(), *batch(4)),
+        layout="fsdp",
+        devices=2,
+        device_kind="a100",
+        precision="bf16",
+    )
+    halves = dataclasses.replace(request, savings=(BF16_PARAMETERS.name,))
+    plain, half = (candidates.Option((), each, (2**30,) * 2, 4) for each in (request, halves))
+    assert [plain.held, half.held] == pytest.approx([STATE / 2, STATE / 4], rel=1e-3)
+    assert half.gradients == plain.gradients // 2
+    assert plain.traffic(1) - half.traffic(1) == half.gradients
 
 
 def test_blocks_with_small_gradients_are_traced_by_few_of_them():

@@ -94,9 +94,9 @@ class OptimizerChoice:
             f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer"
         )
 
-    def state_bytes(self, parameters: Sequence[Tensor]) -> int:
-        """Returns about the bytes of state for ``parameters``, from an update of a small one; 0 if
-        this update fails.
+    def state_bytes(self, size: int) -> int:
+        """Returns about the bytes of state for parameters of ``size`` bytes, from an update of a
+        small one; 0 if this update fails.
         """
         small = nn.Parameter(torch.zeros(64, 64))
         small.grad = torch.zeros_like(small)
@@ -106,8 +106,8 @@ class OptimizerChoice:
         except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
             return 0
         states = optimizer.state[small].values()
-        size = sum(each.nbytes for each in states if isinstance(each, Tensor))
-        return sum(each.nbytes for each in parameters) * size // small.nbytes
+        state = sum(each.nbytes for each in states if isinstance(each, Tensor))
+        return size * state // small.nbytes
 
 
 def inner_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:

@@ -319,7 +319,8 @@ def extend_traces(shorts: Sequence[Trace], long: Trace, stack: Stack, more: int)
         NotRepeating: the traces do not show it.
     """
     *_, last = sequences = [entries_of(short, stack) for short in shorts]
-    if {*map(len, sequences)} != {len(last)}:
+    facts = [[entry._replace(block=None) for entry in entries] for entries in sequences]
+    if any(each != facts[-1] for each in facts):
         raise NotRepeating
     extended = extend(last, entries_of(long, stack), more)
     flops = (long.flops - shorts[-1].flops) * more
@@ -342,16 +343,12 @@ def _with_rows(
     is ``before`` with those rows.
 
     Raises:
-        NotRepeating: they differ in another way, or a size depends on the number of blocks too.
+        NotRepeating: a size depends on the number of blocks too.
     """
-    pairs = list(zip(before, others, strict=True))
-    if any(entry._replace(block=None) != other._replace(block=None) for entry, other in pairs):
-        raise NotRepeating
-    sizes = [other.size if entry.size != other.size else None for entry, other in pairs]
     entries = []
     for entry, place in extended:
-        size = sizes[place]
-        if entry.block is not None and size is not None:
+        size = others[place].size
+        if entry.block is not None and size != before[place].size:
             if entry.size != before[place].size:
                 raise NotRepeating
             entry = entry._replace(block=entry.block._replace(size=size))
