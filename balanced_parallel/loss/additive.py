@@ -94,8 +94,7 @@ def note_statistics(shard: ShardLoss) -> tuple[FormulaOfStatistics, list[Statist
             )
         number = len(statistics)
         shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
-        order = f" of shape {shape}"
-        statistics.append(Statistic(f"number {number}", leaf, number, order=order))
+        statistics.append(Statistic(f"number {number} of shape {shape}", leaf, number))
         return Value(number)
 
     structure = containers.map_leaves(note, result)
