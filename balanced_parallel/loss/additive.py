@@ -93,9 +93,9 @@ def note_statistics(shard: ShardLoss) -> tuple[FormulaOfStatistics, list[Statist
                 f"the statistics contain {containers.describe(leaf)}, expected tensors and numbers that add up over rows"
             )
         number = len(statistics)
-        shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
-        order = f" of shape {shape}"
-        statistics.append(Statistic(f"number {number}", leaf, number, order=order))
+        has_dims = isinstance(leaf, Tensor) and leaf.dim()
+        shape = f" of shape {tuple(leaf.shape)}" if has_dims else ""
+        statistics.append(Statistic(f"number {number}{shape}", leaf, number))
         return Value(number)
 
     structure = containers.map_leaves(note, result)

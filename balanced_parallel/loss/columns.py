@@ -18,9 +18,10 @@ from .formula import flatten
 
 MEANS = {"mean", "nanmean"}
 REDUCTIONS = {"sum", "nansum", "count_nonzero", "mean"}
+PRODUCTS = {"matmul", "mm", "einsum"}
 TRANSPOSES = {"T", "mT", "H", "mH"}
 _VIEWS = TRANSPOSES | {"t", "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
-_MOVES = _VIEWS | {"reshape", "flatten", "contiguous", "clone"}
+_MOVES = _VIEWS | {"reshape", "view", "flatten", "contiguous", "clone"}
 _PREPENDING = {"stack", "unsqueeze", "getitem", "__getitem__"}
 _STACKED = -1  # No dimension has the rows.
 
@@ -29,6 +30,8 @@ def moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: T
     """Returns True for a function that reduces the rows, or after which they may be in another
     dimension than the first.
     """
+    if name == "einsum":
+        return True
     if name in REDUCTIONS:
         return is_strided(args) and is_along(dim_of(args[0]), args, kwargs)
     if name not in _MOVES:
@@ -95,3 +98,16 @@ def is_along(dim: int, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Returns True for arguments of a reduction along a dimension."""
     dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
     return dim >= 0 and not {dim, dim - args[0].dim()}.isdisjoint(flatten([dims]))
+
+
+def contracts(name: str, args: Sequence[Any], dims: Sequence[int]) -> bool:
+    """Returns True for a product of tensors that is summed along the rows of all, as ``x.T @ y``.
+
+    ``dims`` are their dimensions of the rows.
+    """
+    if isinstance(args[0], Tensor):
+        return dims == [1, 0] and args[0].dim() == 2
+    inputs, arrow, output = args[0].replace(" ", "").partition("->")
+    letters = {text[dim] for text, dim in zip(inputs.split(","), dims, strict=True)}
+    is_known = bool(arrow) and _STACKED not in dims and len(letters) == 1
+    return is_known and letters.isdisjoint(output + "...")

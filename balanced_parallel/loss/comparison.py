@@ -573,7 +573,9 @@ def _memory(value: object) -> int | None:
     """Returns a number of the memory of a plain tensor, None for another value."""
     if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
         return None
-    return storage_id(value.untyped_storage()) if value.layout == torch.strided else None
+    with contextlib.suppress(NotImplementedError):  # A tensor inside of vmap has none.
+        return storage_id(value.untyped_storage()) if value.layout == torch.strided else None
+    return None
 
 
 def _flags(criterion: Any) -> list[bool]:

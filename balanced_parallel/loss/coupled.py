@@ -124,13 +124,15 @@ class CoupledLoss(abc.ABC):
             result = compute()
             loss = add_leaves(result)
             whole = scaled(loss, scaler)
-        gradients = torch.autograd.grad(whole, learning, allow_unused=True)
+        gradients: Sequence[Tensor | None] = [None] * len(learning)
+        if whole.requires_grad:  # A constant has none.
+            gradients = torch.autograd.grad(whole, learning, allow_unused=True)
         if scaler is not None:
             scale = scaled(torch.ones((), device=loss.device), scaler)
-            gradients = tuple(
+            gradients = [
                 slope if slope is None else widen(slope) / move(scale, slope.device)
                 for slope in gradients
-            )
+            ]
         self._is_reporter = ranks[0] == rank()
         self._loss = loss.detach() if self._is_reporter else torch.zeros_like(loss)
         self._logged = self._values_to_log(result)

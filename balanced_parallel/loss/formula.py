@@ -108,7 +108,6 @@ class Statistic(NamedTuple):
     is_count: bool = False
     is_bounded: bool = False  # A quotient has a lower bound of the count.
     learns: bool = True  # It has a gradient, or nothing tells.
-    order: str = ""  # The number among the sums that Python has compared.
     per_row: float | None = None  # Elements of a row, of a count that follows from sizes.
 
 
@@ -126,7 +125,8 @@ class Formula:
         lengths: the elements of a row in each tensor of the shard, None without rows.
         has_read: True if numbers of Python may be values of the shard.
         columns: the shapes of reductions along the rows.
-        averaged: the numbers of elements in means of a row.
+        averaged: the numbers of elements in means of a row, and those that rows are divided by.
+        branches: the truth of values that Python has asked for, as in ``if``.
     """
 
     result: Any
@@ -139,7 +139,8 @@ class Formula:
     lengths: Sequence[float | None] = ()
     has_read: bool = False
     columns: Sequence[torch.Size] = ()
-    averaged: Sequence[int] = ()
+    averaged: Sequence[float] = ()
+    branches: dict[Value, bool] = dataclasses.field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, object]:
         """Returns what another rank gets: parameters outside of the criterion stay on this one."""
@@ -178,6 +179,11 @@ class Formula:
             values.update(zip(each.results, results_in(each.name, result, args), strict=True))
         return containers.map_leaves(fill, self.result)
 
+    def branches_otherwise(self, sums: Sequence[Tensor], criterion: Any) -> bool:
+        """Returns True if Python would take another branch for these sums."""
+        values = dataclasses.replace(self, result=[*self.branches]).compute(sums, criterion)
+        return [*map(bool, values)] != [*self.branches.values()]
+
     def entry(self, place: str, criterion: Any) -> "Formula":
         """Returns the formula of one entry, whose parameters are constants."""
         leaf = self.entries[place]
@@ -200,6 +206,7 @@ class Formula:
             ],
             inputs=self.inputs_of([place]),
             outside={},
+            branches={},
         )
 
     def _parameters(self, criterion: object) -> dict[int, Tensor]:
@@ -214,11 +221,9 @@ class Formula:
 
     def text_of(self, places: Sequence[str]) -> str:
         """Returns entries of the result as text. It has all numbers, and is equal for other rows."""
-        texts = {each.number: each.kind + each.order for each in self.inputs}
-        orders = {each.number: each.order for each in self.inputs}
+        texts = {each.number: each.kind for each in self.inputs}
         for operation in self.operations:
-            order = orders.get(operation.inputs[0], "")
-            text = operation.text + order if operation.text else _text_of(operation, texts)
+            text = operation.text or _text_of(operation, texts)
             texts.update((number, text) for number in operation.results)
         return ", ".join(_text(self.entries[place], texts) for place in places)
 
@@ -231,7 +236,7 @@ class Formula:
         is_bounded = form.has_constant and bool(form.least)
         learns = any(each.learns for each in self.inputs if each.number == form.place)
         is_known = form.kind == "sum" or (form.kind == "mean" and not learns)
-        return form if is_known and not is_bounded else None
+        return form if is_known and not is_bounded and not self.branches else None
 
 
 def move_to(tensor: Tensor, device: torch.device | None) -> Tensor:

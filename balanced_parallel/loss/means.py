@@ -98,12 +98,12 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True, is_blind: bool = False
         return Noted(result, *notes.formula(result))
     unknown = [place for place in unknown if place in formula.losses]
     if unknown:
-        has_scalars = any(not tensor.dim() for tensor in containers.tensors_in(targets))
-        _refuse_unknown(
-            criterion,
-            unknown[0],
-            has_unknown_count=notes.has_unknown_count,
-            has_scalars=has_scalars,
+        _refuse_unknown(criterion, unknown[0], has_unknown_count=notes.has_unknown_count)
+    if is_split and formula.losses and not statistics:
+        raise UnknownMeanError(
+            f"the loss of {containers.describe(criterion)} is a constant for some rows, "
+            f"{formula.text_of(formula.losses)}",
+            f"; {ALWAYS}",
         )
     return Noted(result, formula, statistics)
 
@@ -224,9 +224,7 @@ def _refuse_totals(result: object, formula: Formula, sums: Iterable[Tensor] = ()
             refuse_total(f"the sums of {part} in {whole} too")
 
 
-def _refuse_unknown(
-    criterion: object, place: str, *, has_unknown_count: bool = False, has_scalars: bool = False
-) -> NoReturn:
+def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = False) -> NoReturn:
     refuse_coupled(criterion)
     if has_unknown_count:
         raise UnknownMeanError(
@@ -234,14 +232,6 @@ def _refuse_unknown(
             "as int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard",
             SIZED,
         )
-    setting = getattr(criterion, "reduction", "mean")
-    note = (
-        ""
-        if setting == "mean"
-        else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
-    )
-    if has_scalars:
-        note += "; a target that is a scalar tensor may differ between shards: pass a number, as float(scale), or a buffer"
     raise UnknownMeanError(
         f"the loss{place} of {containers.describe(criterion)} is not a function of sums over the rows, so that of several shards "
         "of a batch is unknown",
@@ -249,7 +239,8 @@ def _refuse_unknown(
         "these numbers: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the mean's "
         "divisor; weight='rows' for a mean over rows with equal weights; whole=True if its rows depend on each other; "
         "a criterion of the output alone, as lambda output: output.loss, for a loss that the model has computed, without "
-        f"torch.compile{note}",
+        "torch.compile. An attribute reduction has no effect on a forward of its own. A target that is a scalar may differ "
+        "between shards: pass a number, as float(scale), or a buffer",
     )
 
 
@@ -487,7 +478,9 @@ class LossOfSums(CoupledLoss):
         if world_size() == 1 or not by_rank:
             return [*by_rank]
         formula, tensors = next(iter(by_rank.values()))
-        self._formula = self._formula or formula
+        assert formula is not None
+        # All ranks take the branches of one.
+        self._formula = dataclasses.replace(self._formula or formula, branches=formula.branches)
         for name, tensor in tensors.items():
             # Every rank computes the whole loss, and the backward sums its gradients over the
             # ranks, which DistributedDataParallel averages.
@@ -501,6 +494,12 @@ class LossOfSums(CoupledLoss):
         sums = [*self._total.values()]
         compute = functools.partial(self.formula.compute, sums)
         criterion = self.copies.criterion
+        if self.formula.branches and self.formula.branches_otherwise(sums, criterion):
+            raise UnknownMeanError(
+                f"{containers.describe(criterion)} has an if, max or min of sums over the rows that is another one for the "
+                "sums of all rows",
+                f", expected torch.where, torch.maximum or clamp; or {ALWAYS}",
+            )
         if isinstance(criterion, AdditiveLoss):
             return self.copies.run_once(compute, sums[0].device)
         return compute(criterion)

@@ -56,7 +56,7 @@ class SumName:
     text: str  # the losses
     per_row: float | None = dataclasses.field(default=None, compare=False)
     lengths: Sequence[float | None] = dataclasses.field(default=(), compare=False)
-    averaged: Sequence[int] = dataclasses.field(default=(), compare=False)
+    averaged: Sequence[float] = dataclasses.field(default=(), compare=False)
 
 
 def sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:

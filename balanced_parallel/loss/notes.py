@@ -84,8 +84,9 @@ _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount", "pack_padded_sequence"}
 _OF_VALUES = _SELECTIONS | {"where", "__setitem__", PACK_NAME}
 _ELEMENTS = {"unbind", "getitem", "select"}
+_CHECKS = {"isnan", "isinf", "isfinite"}  # A branch on them is that of errors.
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
-_PRODUCTS = {"dot", "vdot", "inner", "matmul", "einsum", "tensordot"}
+_PRODUCTS = columns.PRODUCTS | {"dot", "vdot", "inner", "tensordot"}
 _SUMS = _PRODUCTS | {"sum", "nansum", "count_nonzero", "trace"}
 _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
 _REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
@@ -109,6 +110,7 @@ class Facts(NamedTuple):
     is_selected: bool = False  # The size depends on values.
     is_element: bool = False  # It is computed of some rows alone.
     dim: int | None = None  # The rows are along it, or along none if it is -1. None is unknown.
+    is_row: bool = False  # It is computed of the only row, without its dimension.
     # It is a function of sums of columns, and rows if it is computed with other rows.
     is_column: bool = False
     # It was computed without a graph. An autograd function may have given it a derivative.
@@ -166,12 +168,12 @@ class SumNotes(TorchFunctionMode):
         self._counts: dict[Hashable, int] = {}  # Losses of the same targets have one.
         self.has_unknown_count = False
         self._is_blind = False
-        self._compared: set[int] = set()  # Python has compared these sums, as min() does.
+        self._branches: dict[Value, bool] = {}  # The truth of values that Python has asked for.
         self._operations: list[Operation] = []
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
         self._has_shards = False
-        self._averaged: list[int] = []  # The numbers of elements in means of a row.
+        self._averaged: list[float] = []  # The numbers of elements in means of a row, and divisors.
         self._columns: list[torch.Size] = []  # The shapes of reductions along the rows.
         self._has_columns = True  # Values of the batch have the rows in the first dimension.
         self._numbers = itertools.count()
@@ -282,7 +284,7 @@ class SumNotes(TorchFunctionMode):
         """Returns True for a result that depends on the rows, and that needs no note."""
         if not isinstance(result, Tensor):
             return name in _PROPERTIES
-        is_mean = name in columns.MEANS  # The number of elements in it is noted.
+        is_mean = name in columns.MEANS or "div" in name  # The number of elements is noted.
         if is_mean or not result.dim() or self._facts.of(result) is not None:
             return False
         return not columns.moves_rows(name, args, kwargs, result)
@@ -328,8 +330,8 @@ class SumNotes(TorchFunctionMode):
             return result
         for tensor in tensors:
             self._learn(tensor, self._facts_of(call, tensor))
-        if call.level == _OF_ROWS and call.name in _REDUCTIONS:
-            self._reduce(call, tensors[0])
+        if call.level == _OF_ROWS:
+            self._note_rows(call, tensors)
         return result
 
     def _operation(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Operation | None:
@@ -357,8 +359,8 @@ class SumNotes(TorchFunctionMode):
         if name in CONVERSIONS and args and isinstance(args[0], Tensor):
             tensors = tensors[:1]
         level = _level_of([*map(self._of, tensors)])
-        if level == _OF_BOTH and func is torch.autograd.grad and self._is_of_rows(tensors):
-            level = _OF_ROWS
+        if func is torch.autograd.grad and level:  # A formula has no graph of the rows.
+            level = _OF_ROWS if self._is_of_rows(tensors) else _OF_BOTH
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
         return FunctionCall(name, values, kwargs, tensors, level, writes)
 
@@ -452,12 +454,16 @@ class SumNotes(TorchFunctionMode):
         is_element = call.name in _ELEMENTS and not is_all
         is_element = is_element or any(each.is_element for each in facts)
         is_element = is_element and call.name not in ("any", "all")
+        is_row = (call.name == "squeeze" and table.dim() > 0) or all(
+            each.is_row for each in facts if each.level
+        )
         return Facts(
             call.level,
             is_target=is_target,
             is_selected=is_selected,
             is_element=is_element,
             dim=self._dim_in(call, result),
+            is_row=is_row and not result.dim(),
         )
 
     def _dim_in(self, call: FunctionCall, result: Tensor) -> int | None:
@@ -485,7 +491,7 @@ class SumNotes(TorchFunctionMode):
         if call.name == "bool":
             place = self._of(call.tensors[0]).number
             if call.level == _OF_SUMS and place is not None:
-                self._compared |= places_behind([Value(place)], self._operations)
+                self._note_branch(place, bool(result))
             # A loop may count rows by their truth.
             self._knows_numbers &= not self._of(call.tensors[0]).is_element
         if call.name in _READS and call.tensors:
@@ -494,6 +500,19 @@ class SumNotes(TorchFunctionMode):
             is_count = facts.is_target or facts.form.kind in ("sum", "bounded")
             # A loss may be read to print it.
             self._knows_numbers &= not facts.level or (facts.level == _OF_SUMS and not is_count)
+
+    def _note_rows(self, call: FunctionCall, results: Sequence[Tensor]) -> None:
+        """Notes a reduction of rows, or a number that they are divided by."""
+        if call.name in _REDUCTIONS:
+            self._reduce(call, results[0])
+        if call.name == "div" and isinstance(call.values[-1], (int, float)):
+            self._averaged.append(call.values[-1])
+
+    def _note_branch(self, place: int, truth: bool) -> None:
+        """Notes that Python has asked for the truth of a function of sums."""
+        names = {each.name for each in self._operations if place in each.results}
+        if names.isdisjoint(_CHECKS):
+            self._branches[Value(place)] = truth
 
     def _note(self, call: FunctionCall, operation: Operation, results: Sequence[Tensor]) -> None:
         """Notes an operation on sums or parameters."""
@@ -643,7 +662,7 @@ class SumNotes(TorchFunctionMode):
             if name in columns.MEANS:
                 self._averaged.append(rows.numel() // max(result.numel(), 1))
             return
-        if not rows.dim():
+        if not rows.dim() and not self._of(rows).is_row:
             return
         if result.dim():
             self._columns.append(result.shape)
@@ -672,13 +691,18 @@ class SumNotes(TorchFunctionMode):
 
     def _is_along_rows(self, call: FunctionCall) -> bool:
         """Returns True for a reduction along the dimension that has all rows."""
-        is_known = self._has_columns and call.name in columns.REDUCTIONS
-        if not is_known or not columns.is_strided(call.args):
+        if not self._has_columns or not columns.is_strided(call.tensors):
             return False
-        rows = call.tensors[0]
+        dims = [self._dim_of(each) for each in call.tensors]
+        if call.name in columns.PRODUCTS:
+            return columns.contracts(call.name, call.args, dims)
+        is_known = call.name in columns.REDUCTIONS
+        return is_known and columns.is_along(dims[0], call.args, call.kwargs)
+
+    def _dim_of(self, rows: Tensor) -> int:
+        """Returns the dimension of the rows in a tensor."""
         dim = self._of(rows).dim
-        dim = columns.first_dim_of(rows) if dim is None else dim
-        return columns.is_along(dim, call.args, call.kwargs)
+        return columns.first_dim_of(rows) if dim is None else dim
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are noted."""
@@ -751,7 +775,7 @@ class SumNotes(TorchFunctionMode):
 
         structure = containers.map_leaves(lambda leaf: self._entry(leaf, beside), result)
         entries = dict(containers.leaves(structure))
-        places = places_behind(entries.values(), self._operations)
+        places = places_behind([*entries.values(), *self._branches], self._operations)
         if self._has_shards and places & (self._outside.keys() - self._of_model):
             raise ValueError(
                 "the loss of a model uses parameters that FSDP2 has gathered, as a penalty does, expected a backward of its own "
@@ -773,6 +797,7 @@ class SumNotes(TorchFunctionMode):
             self._has_read,
             self._columns,
             self._averaged,
+            self._branches,
         )
         return formula, statistics
 
@@ -787,13 +812,10 @@ class SumNotes(TorchFunctionMode):
         return self._place(leaf) if is_known else Unknown()
 
     def _described(self, statistic: Statistic) -> Statistic:
-        """Returns a statistic without its value, with its order if Python has compared it."""
-        compared = [number for number in self.statistics if number in self._compared]
-        is_compared = statistic.number in compared
-        order = f" {compared.index(statistic.number) + 1}" if is_compared else ""
+        """Returns a statistic without its value."""
         count = statistic.value
         per_row = count / self._rows if isinstance(count, (int, float)) and self._rows else None
-        return statistic._replace(value=None, order=order, per_row=per_row)
+        return statistic._replace(value=None, per_row=per_row)
 
     def sums(self) -> list[Tensor]:
         """Returns the sums that are tensors."""

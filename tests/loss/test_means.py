@@ -57,7 +57,16 @@ REFUSED = {
         MeanOfSquares.apply(out) + F.mse_loss(out, values)
     ),
     "a zero that is written to": lambda out, values: fill_zeros(out),
+    "a derivative of a mean": lambda out, values: derivative_of_mean(out, values),
+    "a largest value without its dimension": lambda out, values: out.max().mean(),
 }
+
+
+def derivative_of_mean(out, values):
+    """Returns the penalty of IRM."""
+    scale = torch.ones((), requires_grad=True)
+    loss = F.mse_loss(out * scale, values)
+    return torch.autograd.grad(loss, scale, create_graph=True)[0].square()
 
 
 class MeanOfSquares(torch.autograd.Function):
@@ -267,6 +276,19 @@ ROWS_FIRST = {
     ),
     "the largest column": lambda out, values: out.exp().sum(0).max() / values.sum(0).max(),
     "written": lambda out, values: out.exp().mean(0).add_(1).log_().sum(),
+    "a determinant": lambda out, values: torch.logdet(out.T @ out / len(out) + torch.eye(CLASSES)),
+    "a divided product": lambda out, values: torch.mm(out.t(), values).div_(len(out)).norm(),
+    "an Einstein sum": lambda out, values: (
+        torch.einsum("bc, bd -> cd", out.exp(), values) / torch.einsum("bc->c", values)
+    ).sum(),
+    "classes in a view": lambda out, values: dice_of_classes(
+        out.sigmoid()[..., None].permute(1, 0, 2).contiguous().view(CLASSES, -1),
+        values[..., None].permute(1, 0, 2).contiguous().view(CLASSES, -1),
+        1,
+    ),
+    "rows without their dimension": lambda out, values: (
+        out.softmax(1).gather(1, values.argmax(1)[:, None]).squeeze() ** 0.7
+    ).mean(),
     # The rows are behind a dimension of constants.
     "quantiles": lambda out, values: pinball(torch.tensor([0.1, 0.5, 0.9]), values - out),
     "prototypes": lambda out, values: (

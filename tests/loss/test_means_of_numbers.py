@@ -128,6 +128,66 @@ def test_a_factor_that_is_read_from_values_is_refused(micro_batch_size):
         update(loss, micro_batch_size, *((inputs, values, mask) for mask in masks))
 
 
+def errors_of(output, values, mask):
+    return (output - values).pow(2).sum(1), mask.double()
+
+
+def constant_below(output, values, mask):
+    errors, mask = errors_of(output, values, mask)
+    return (errors * mask).sum() / mask.sum() if mask.sum() > 2 else torch.tensor(0.0)
+
+
+def zero_below(output, values, mask):
+    errors, mask = errors_of(output, values, mask)
+    return (errors * mask).sum() / mask.sum() if mask.sum() > 2 else output.sum() * 0
+
+
+def term_above(output, values, mask):
+    errors, mask = errors_of(output, values, mask)
+    has_term = mask.sum() > 2
+    return errors.mean() + ((errors * mask).sum() / mask.sum() if has_term else 0)
+
+
+BEFORE = [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("loss", "masks"),
+    [
+        (constant_below, [[1, 1, 1, 1, 1, 0, 1]]),
+        (constant_below, [*BEFORE, [1, 0, 0, 1, 0, 1, 0]]),
+        (zero_below, [*BEFORE, [1, 0, 0, 1, 0, 1, 0]]),
+        (term_above, [*BEFORE, [1, 0, 0, 1, 0, 1, 0]]),
+    ],
+)
+def test_a_branch_that_is_another_one_for_all_rows_is_refused(loss, masks, micro_batch_size):
+    """Each shard counted one target, and the loss was zero: all of them count three."""
+    batches = [
+        (torch.randn(7, 4), torch.randn(7, 5), torch.tensor(mask, dtype=torch.bool))
+        for mask in masks
+    ]
+    match = (
+        r"an if, max or min of sums .* for the sums of all rows|for some rows, and .* for others"
+    )
+    if loss is constant_below and micro_batch_size is not None:
+        match += "|depends on no parameter"
+    with pytest.raises((ValueError, RuntimeError), match=match):
+        update(loss, micro_batch_size, *batches)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_a_constant_for_rows_without_targets_is_refused(micro_batch_size):
+    def loss(output, values, mask):
+        return F.mse_loss(output[mask], values[mask]) if mask.any() else torch.tensor(0.0)
+
+    batch = torch.randn(7, 4), torch.randn(7, 5), torch.arange(7) < 3
+    with pytest.raises(
+        ValueError, match=r"constant for some rows, tensor\(0.0\); expected the same"
+    ):
+        update(loss, micro_batch_size, batch)
+
+
 class Changing(nn.Module):
     """A loss that is another one after some batches, as a flag tells."""
 

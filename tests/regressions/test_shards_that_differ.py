@@ -306,7 +306,12 @@ def mean_of_means(output, labels):
     return (errors * (labels != -100)).mean(1).mean()
 
 
-POSITIONS = [mean_over_positions, flat_mean_over_positions, mean_of_means]
+def mean_of_quotients(output, labels):
+    errors = F.cross_entropy(output.transpose(1, 2), labels, reduction="none")
+    return ((errors * (labels != -100)).sum(1) / errors.size(1)).mean()
+
+
+POSITIONS = [mean_over_positions, flat_mean_over_positions, mean_of_means, mean_of_quotients]
 
 
 FREE = [masked_mean, mean_of_rows, mean_of_chosen]
