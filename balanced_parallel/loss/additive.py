@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..runtime.values import naming_arguments
 from .copies import ShardLoss, call_spread
-from .formula import Formula, Statistic, Value
+from .formula import Formula, Statistic, Value, shape_of
 
 
 class AdditiveLoss(nn.Module):
@@ -93,8 +93,7 @@ def note_statistics(shard: ShardLoss) -> tuple[FormulaOfStatistics, list[Statist
                 f"the statistics contain {containers.describe(leaf)}, expected tensors and numbers that add up over rows"
             )
         number = len(statistics)
-        has_dims = isinstance(leaf, Tensor) and leaf.dim()
-        shape = f" of shape {tuple(leaf.shape)}" if has_dims else ""
+        shape = shape_of(leaf) if isinstance(leaf, Tensor) else ""
         statistics.append(Statistic(f"number {number}{shape}", leaf, number))
         return Value(number)
 

@@ -262,6 +262,11 @@ def results_in(name: str, result: object, args: Sequence[object]) -> list[Tensor
     return [part for part in parts if isinstance(part, Tensor)]
 
 
+def shape_of(total: Tensor) -> str:
+    """Returns the shape of a sum of columns as text."""
+    return f" of shape {tuple(total.shape)}" if total.dim() else ""
+
+
 def _text_of(operation: Operation, texts: dict[int, str]) -> str:
     args, kwargs = operation.arguments
     parts = [_text(leaf, texts) for leaf in flatten((*args, *kwargs.values()))]

@@ -58,6 +58,7 @@ from .formula import (
     places_behind,
     results_in,
     root,
+    shape_of,
 )
 from .rules import RULES, arguments_of, divisor, reduction_in
 from .sums import weighted_sum, widen, zero_of
@@ -591,7 +592,7 @@ class SumNotes(TorchFunctionMode):
 
     def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:
         """Notes an undivided sum over the rows."""
-        kind += _shape_of(total)
+        kind += shape_of(total)
         number = self._add(kind, total, may_learn=not is_target)
         form = SUM._replace(place=number)
         is_column = result.dim() > 0
@@ -686,7 +687,7 @@ class SumNotes(TorchFunctionMode):
             else:
                 settings = {**call.kwargs, "dtype": widen(result).dtype}
                 total = torch.sum(*call.args, **settings)
-            name += _shape_of(total)
+            name += shape_of(total)
             self._quotient(name, self._add(name, widen(total)), count, result, facts)
 
     def _is_along_rows(self, call: FunctionCall) -> bool:
@@ -865,11 +866,6 @@ def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
 def _is_getter(func: Any) -> bool:
     """Returns True for a function that reads a property of a tensor."""
     return getattr(func, "__name__", "") == "__get__"
-
-
-def _shape_of(total: Tensor) -> str:
-    """Returns the shape of a sum of columns as text."""
-    return f" of shape {tuple(total.shape)}" if total.dim() else ""
 
 
 def _level_of(facts: Sequence[Facts]) -> int:

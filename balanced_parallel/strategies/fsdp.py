@@ -189,7 +189,7 @@ class ShardedModel(RankModel):
         self.outputs = None
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
-            for tensor in () if self.runs else tensors_of(output):  # In the first forward.
+            for tensor in () if self.runs else tensors_of(output):
                 collectives.refuse_shards(tensor)
         self.record.compare_first(is_end=True)
         self.forwards += 1
