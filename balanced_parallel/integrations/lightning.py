@@ -278,9 +278,7 @@ class ExactSteps(Strategy):
         optimizer = self.optimizers[0]
         self._zero_grad(module.current_epoch, module.trainer.fit_loop.batch_idx, optimizer)
         gradients = [
-            parameter.grad
-            for group in optimizer.param_groups[:1]  # There is none if nothing is optimized.
-            for parameter in group["params"]
+            parameter.grad for group in optimizer.param_groups for parameter in group["params"]
         ]
         if any(gradient is not None and gradient.any() for gradient in gradients):
             raise ValueError(
