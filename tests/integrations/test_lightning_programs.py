@@ -40,6 +40,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException  # 
 from balanced_parallel import (  # noqa: E402
     DataParallelCriterion,
     DataParallelModel,
+    Rows,
     TrainStep,
     convert_sync_batchnorm,
     simulate,
@@ -427,6 +428,29 @@ def test_a_list_of_the_module_has_an_entry_for_each_shard(shards):
         fit(module, BalancedStrategy(["cpu"] * shards), 2, max_epochs=1)
         sizes = [6, 6, 6, 6, 6, 2] if shards == 1 else [3] * 10 + [1, 1]
         assert module.sizes == sizes
+
+
+class ListsOfRows(Columns):
+    """A module whose batches are lists of rows."""
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = (torch.stack(column) for column in zip(*batch, strict=True))
+        return F.mse_loss(self.layer(inputs), targets)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_lists_of_rows(batches):
+    """The rows of a shard were counted in a list that tells nothing of them."""
+    rows = torch.utils.data.TensorDataset(torch.randn(10, 1), torch.randn(10, 1))
+    expected = ListsOfRows()
+    module = ListsOfRows()
+    Trainer(**quiet(max_epochs=2)).fit(
+        expected, torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=list)
+    )
+    strategy = BalancedStrategy(["cpu"] * 2)
+    trainer = Trainer(strategy=strategy, accumulate_grad_batches=batches, **quiet(max_epochs=2))
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4 // batches, collate_fn=Rows))
+    assert_same_state(module, expected)
 
 
 @pytest.mark.parametrize("loaders", [1, 2])
