@@ -201,7 +201,7 @@ def test_programs(name, device):
         assert metrics[key] == pytest.approx(float(plain.callback_metrics[key]), 1e-6), key
 
 
-class Rows(LightningDataModule):
+class TwoInputs(LightningDataModule):
     def __init__(self, rows=12):
         super().__init__()
         self.rows = rows
@@ -221,10 +221,10 @@ class Rows(LightningDataModule):
 def test_a_data_module():
     expected = Classifier()
     module = Classifier()
-    Trainer(**quiet(max_epochs=2)).fit(expected, datamodule=Rows())
+    Trainer(**quiet(max_epochs=2)).fit(expected, datamodule=TwoInputs())
     strategy = BalancedStrategy(["cpu"] * 3)
     trainer = Trainer(strategy=strategy, accumulate_grad_batches=2, **quiet(max_epochs=2))
-    trainer.fit(module, datamodule=Rows(6))
+    trainer.fit(module, datamodule=TwoInputs(6))
     assert_same_state(module, expected)
 
 
@@ -237,7 +237,7 @@ def test_the_command_line():
         "save_config_callback": None,
         "seed_everything_default": False,
     }
-    plain = LightningCLI(Classifier, Rows, args=["fit"], **settings)
+    plain = LightningCLI(Classifier, TwoInputs, args=["fit"], **settings)
     name = "balanced_parallel.integrations.lightning.BalancedStrategy"
     arguments = [
         f"--trainer.strategy={name}",
@@ -245,7 +245,7 @@ def test_the_command_line():
         "--trainer.accumulate_grad_batches=2",
         "--data.rows=6",
     ]
-    ours = LightningCLI(Classifier, Rows, args=["fit", *arguments], **settings)
+    ours = LightningCLI(Classifier, TwoInputs, args=["fit", *arguments], **settings)
     assert len(ours.trainer.strategy.replica_devices) == 3
     assert_same_state(ours.model, plain.model)
 
