@@ -239,7 +239,7 @@ class ExactSteps(Strategy):
         self._scale.fill_(1.0 if scaler is None else scaler.scale(loss + 1))
         before = len(self._results)
         loop = module.trainer.fit_loop
-        if loop.batch_idx % batches == 0 and not loop._skip_backward:
+        if loop.batch_idx % batches == 0:
             self._begin(module)
         # The entries of a list may be rows.
         inputs = in_columns(module, inputs, list, tuple)
@@ -275,6 +275,8 @@ class ExactSteps(Strategy):
 
     def _begin(self, module: Any) -> None:
         """Begins a window, whose hook clears gradients."""
+        if module.trainer.fit_loop._skip_backward:
+            return
         self._wrap(module)
         optimizer = self.optimizers[0]
         self._zero_grad(module.current_epoch, module.trainer.fit_loop.batch_idx, optimizer)

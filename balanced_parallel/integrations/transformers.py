@@ -200,10 +200,12 @@ class BalancedTrainer(Trainer):
         )
 
     def _refuse(self, args: Any) -> None:
-        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        # LOMO updates inside of the backward.
-        has_plan = self.accelerator.parallelism_config or args.optim in ("lomo", "adalomo")
-        if is_sharded or has_plan:
+        if (
+            self.is_deepspeed_enabled
+            or self.is_fsdp_enabled
+            or self.accelerator.parallelism_config
+            or args.optim in ("lomo", "adalomo")  # It updates inside of the backward.
+        ):
             raise ValueError(
                 f"DeepSpeed, FSDP, a parallelism_config or LOMO is set (optim={args.optim!r}), expected none: use Trainer"
             )
@@ -449,9 +451,10 @@ class BalancedTrainer(Trainer):
         """Runs a batch. Returns its loss, and outputs and labels in the order of its rows."""
         forwards = self._forwards
         if self._evaluated is None:
-            copies = dataclasses.replace(forwards.copies, halves=None)
             self._evaluated = forwards.criterion.kind.loss(
-                copies, self.devices[0], is_split=self._is_split
+                dataclasses.replace(forwards.copies, halves=None),
+                self.devices[0],
+                is_split=self._is_split,
             )
 
         def collect(calls: Any) -> list[Any]:  # It may have no labels.
