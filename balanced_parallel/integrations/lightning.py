@@ -30,7 +30,7 @@ from .. import (
     convert_sync_batchnorm,
 )
 from ..batch.outputs import detach_outputs, join
-from ..batch.rows import count_rows, move_leaves, take
+from ..batch.rows import move_leaves, take
 from ..loss.copies import ShardLoss
 from ..loss.inside import ForwardNotes
 from ..loss.names import UnknownMeanError
@@ -51,8 +51,8 @@ class StepTask(nn.Module):
         self.module = module
 
     def forward(self, inputs: tuple[object, ...]) -> tuple[Any, object]:
-        """Returns the loss, and what Lightning gets after the update: the number of rows, other
-        results of the step, and calls of log().
+        """Returns the loss, and what Lightning gets after the update: other results of the step, and
+        calls of log().
         """
         # The first of two passes leaves no trace.
         module = self.module if torch.is_grad_enabled() else twin(self.module)
@@ -81,7 +81,7 @@ class StepTask(nn.Module):
         logged = [
             (name, LOSS if is_loss(value, loss) else value, *more) for name, value, *more in calls
         ]
-        return loss, (count_rows(inputs) or 1, output, logged)
+        return loss, (output, logged)
 
 
 def scaled_loss(scale: Tensor, loss: Any, result: object) -> Any:
@@ -207,7 +207,10 @@ class ExactSteps(Strategy):
         return TrainStep(self._replicas, criterion, NoOptimizer(parameters, {}))
 
     def _keep_results(self, model: nn.Module, inputs: object, outputs: PerReplica) -> None:
-        results = [result for _, result in detach_outputs(outputs, None)]
+        results = [
+            (rows, *result)
+            for rows, (_, result) in zip(outputs.sizes, detach_outputs(outputs, None), strict=True)
+        ]
         if torch.is_grad_enabled():
             self._results += results
         without = sum(not isinstance(loss, Tensor) for loss, _ in outputs)
@@ -277,12 +280,11 @@ class ExactSteps(Strategy):
         self._wrap(module)
         optimizer = self.optimizers[0]
         self._zero_grad(module.current_epoch, module.trainer.fit_loop.batch_idx, optimizer)
-        gradients = [
-            parameter.grad
-            for group in optimizer.param_groups[:1]  # There is none if nothing is optimized.
+        if any(
+            parameter.grad is not None and parameter.grad.any()
+            for group in optimizer.param_groups
             for parameter in group["params"]
-        ]
-        if any(gradient is not None and gradient.any() for gradient in gradients):
+        ):
             raise ValueError(
                 f"optimizer_zero_grad of {type(module).__name__} leaves gradients, expected that it clears them: accumulate over "
                 "batches with accumulate_grad_batches"
@@ -293,7 +295,7 @@ class ExactSteps(Strategy):
         for shard in self._results:
             rows, _, logged = shard
             for name, value, positional, settings in logged:
-                settings["batch_size"] = settings.get("batch_size") or rows
+                settings["batch_size"] = settings.get("batch_size") or rows or 1
                 if value is LOSS:  # A sum has it once.
                     is_sum = "sum" in str(settings.get("reduce_fx"))
                     value = loss * (shard is self._results[-1] or not is_sum)

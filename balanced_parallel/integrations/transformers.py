@@ -63,8 +63,8 @@ class RankTask(DistributedModel):
     ranks.
     """
 
-    def __init__(self, task: "Task", device: torch.device) -> None:
-        super().__init__(task, device, None)
+    def __init__(self, task: "Task", devices: Sequence[torch.device]) -> None:
+        super().__init__(task, devices[0], None)
         self.meets_ranks = True
 
     def _random_numbers(self) -> AbstractContextManager[None]:
@@ -166,8 +166,6 @@ class BalancedTrainer(Trainer):
         self._work: Attempt | None = None  # A window in progress.
         self._last: Reduced | None = None  # The window before.
         self._evaluated: Any = None  # The loss of all batches of an evaluation.
-        self.data_collator: Callable[..., Any]
-        self.accelerator: Any
         try:
             super().__init__(*arguments, **kwargs)
         finally:
@@ -182,12 +180,17 @@ class BalancedTrainer(Trainer):
         # Quantized weights have no copies.
         is_whole = self.is_model_parallel or getattr(self.model, "is_quantized", False)
         named = device_ids or range(1 if is_whole else self._gpus or 1)
-        # Batch sizes are multiples of the first. The second would multiply the loss.
-        vars(args).update(_n_gpu=len(named), average_tokens_across_devices=False)
+        self.devices = resolve_devices(named) if device_ids or named[1:] else [args.device]
+        # Batch sizes are multiples of the first. TRL moves rows to the second. The third would
+        # multiply the loss.
+        vars(args).update(
+            _n_gpu=len(named), _setup_devices=self.devices[0], average_tokens_across_devices=False
+        )
+        if device_ids:
+            self.accelerator = self._gathering(self.devices[0], counts=True)
         self._train_batch_size = args.train_batch_size
         if hasattr(args, "generation_batch_size"):  # GRPO, RLOO
             args.generation_batch_size *= len(named)
-        self.devices = resolve_devices(named) if named[1:] else [args.device]
         self._refuse(args)
         # other models compute means, which are counted
         self.model_accepts_loss_kwargs &= bool(args.use_liger_kernel)
@@ -197,9 +200,12 @@ class BalancedTrainer(Trainer):
         )
 
     def _refuse(self, args: Any) -> None:
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled or parallelism
-        if is_sharded or args.optim in ("lomo", "adalomo"):  # LOMO updates inside of the backward
+        if (
+            self.is_deepspeed_enabled
+            or self.is_fsdp_enabled
+            or self.accelerator.parallelism_config
+            or args.optim in ("lomo", "adalomo")  # It updates inside of the backward.
+        ):
             raise ValueError(
                 f"DeepSpeed, FSDP, a parallelism_config or LOMO is set (optim={args.optim!r}), expected none: use Trainer"
             )
@@ -269,7 +275,7 @@ class BalancedTrainer(Trainer):
             # Ranks have equal numbers of forwards: none may run again.
             self._forwards.model.note(ForwardNotes(may_stop=False), anew=True)
             rows = torch.atleast_1d(tensor)
-            count = len(rows) if counts else 0
+            count = counts * len(rows)
             sizes = gather_objects(count)
             return gather_rows(rows[:count], sizes, 0) if any(sizes) else rows
 
@@ -300,20 +306,18 @@ class BalancedTrainer(Trainer):
         }
         if len(self.devices) == 1:  # It may be compiled.
             modules["model"] = self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        task = Task(self, modules)
-        wrapped: RankTask | DataParallelModel = (
-            RankTask(task, self.devices[0]) if over_ranks else DataParallelModel(task, self.devices)
-        )
+        kind: Any = RankTask if over_ranks else DataParallelModel
+        self.model_wrapped = wrapped = kind(Task(self, modules), self.devices)
         scaler = self.accelerator.scaler
-        precision = Precision("fp16" if scaler else "fp32", scaler)
         self._forwards = Forwards(
-            wrapped, DataParallelCriterion(lambda computed: computed.loss), precision
+            wrapped,
+            DataParallelCriterion(lambda computed: computed.loss),
+            Precision("fp16" if scaler else "fp32", scaler),
         )
         wrapped.note(ForwardNotes(may_stop=False), anew=True)
         self._last = None
         self._wrapped = [self.model]
-        self.model_wrapped = wrapped
-        return wrapped
+        return self.model_wrapped
 
     def _prepare_input(self, data: object) -> object:
         # The engine has moved rows to their device.
@@ -365,7 +369,7 @@ class BalancedTrainer(Trainer):
         if count is None or not self._is_split:
             return compute, Whole(inputs), counts
         if not counts or (has_samples and len(self.devices) == 1):
-            return compute, Whole(inputs), counts, Rows(range(count if counts else 0))
+            return compute, Whole(inputs), counts, Rows(range(counts * count))
         return compute, {_SAMPLES: inputs[_SAMPLES]} if has_samples else inputs, counts
 
     def get_batch_samples(self, *arguments: object) -> tuple[list[Inputs], None]:
@@ -446,10 +450,12 @@ class BalancedTrainer(Trainer):
     ) -> tuple[Tensor | None, object, object]:
         """Runs a batch. Returns its loss, and outputs and labels in the order of its rows."""
         forwards = self._forwards
-        kind: Any = forwards.criterion.kind
         if self._evaluated is None:
-            copies = dataclasses.replace(forwards.copies, halves=None)
-            self._evaluated = kind.loss(copies, self.devices[0], is_split=self._is_split)
+            self._evaluated = forwards.criterion.kind.loss(
+                dataclasses.replace(forwards.copies, halves=None),
+                self.devices[0],
+                is_split=self._is_split,
+            )
 
         def collect(calls: Any) -> list[Any]:  # It may have no labels.
             return [] if calls.outputs[0].loss is None else self._evaluated.collect(calls)
@@ -482,8 +488,9 @@ class BalancedTrainer(Trainer):
         self, model: nn.Module, rows: Inputs, return_outputs: bool = False, **_: object
     ) -> Any:
         """Calls ``compute_loss`` of the class, and tells it the number of labels in its rows."""
-        sorts_rows = "aot" in str(getattr(self, "loss_types", ""))
-        if self._is_split and (sorts_rows or "KL_input_ids" in rows):
+        if self._is_split and (
+            "KL_input_ids" in rows or "aot" in str(getattr(self, "loss_types", ""))
+        ):
             raise ValueError(
                 "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence, and AOT sorts "
                 "the rows: expected another loss_type, as 'apo_zero_unpaired', or one device, without accumulation"
@@ -505,8 +512,9 @@ class BalancedTrainer(Trainer):
         output = super().evaluation_loop(*arguments, **settings)
         name = f"{settings.get('metric_key_prefix', 'eval')}_loss"
         if name in output.metrics and self._evaluated is not None:
-            nothing = torch.zeros((), device=self.args.device)
-            output.metrics[name] = self._evaluated.finish(nothing).item()
+            output.metrics[name] = self._evaluated.finish(
+                torch.zeros((), device=self.args.device)
+            ).item()
         return output
 
 
@@ -528,7 +536,7 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> C
     """Returns the loss of some rows, which is told the number of their own labels."""
     # losses over the tokens of all generated completions
     if getattr(trainer, "loss_type", None) in ("dapo", "cispo", "vespo"):
-        args: Any = trainer.args
+        args = trainer.args
         steps = args.steps_per_generation
         if steps != args.gradient_accumulation_steps:
             raise ValueError(
@@ -576,10 +584,10 @@ def _count(inputs: object) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _copy_containers(value: object) -> Any:
+def _copy_containers(value: Any) -> Any:
     """Returns a copy of nested mappings, and of lists and sets in them."""
-    if isinstance(value, dict):
-        new = copy.copy(value)
-        new.update({key: _copy_containers(entry) for key, entry in value.items()})
-        return new
-    return copy.copy(value) if isinstance(value, (list, set)) else value
+    new = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    if isinstance(new, dict):
+        for key, entry in value.items():
+            new[key] = _copy_containers(entry)
+    return new

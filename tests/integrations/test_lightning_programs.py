@@ -40,6 +40,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException  # 
 from balanced_parallel import (  # noqa: E402
     DataParallelCriterion,
     DataParallelModel,
+    Rows,
     TrainStep,
     convert_sync_batchnorm,
     simulate,
@@ -200,7 +201,7 @@ def test_programs(name, device):
         assert metrics[key] == pytest.approx(float(plain.callback_metrics[key]), 1e-6), key
 
 
-class Rows(LightningDataModule):
+class TwoInputs(LightningDataModule):
     def __init__(self, rows=12):
         super().__init__()
         self.rows = rows
@@ -220,10 +221,10 @@ class Rows(LightningDataModule):
 def test_a_data_module():
     expected = Classifier()
     module = Classifier()
-    Trainer(**quiet(max_epochs=2)).fit(expected, datamodule=Rows())
+    Trainer(**quiet(max_epochs=2)).fit(expected, datamodule=TwoInputs())
     strategy = BalancedStrategy(["cpu"] * 3)
     trainer = Trainer(strategy=strategy, accumulate_grad_batches=2, **quiet(max_epochs=2))
-    trainer.fit(module, datamodule=Rows(6))
+    trainer.fit(module, datamodule=TwoInputs(6))
     assert_same_state(module, expected)
 
 
@@ -236,7 +237,7 @@ def test_the_command_line():
         "save_config_callback": None,
         "seed_everything_default": False,
     }
-    plain = LightningCLI(Classifier, Rows, args=["fit"], **settings)
+    plain = LightningCLI(Classifier, TwoInputs, args=["fit"], **settings)
     name = "balanced_parallel.integrations.lightning.BalancedStrategy"
     arguments = [
         f"--trainer.strategy={name}",
@@ -244,7 +245,7 @@ def test_the_command_line():
         "--trainer.accumulate_grad_batches=2",
         "--data.rows=6",
     ]
-    ours = LightningCLI(Classifier, Rows, args=["fit", *arguments], **settings)
+    ours = LightningCLI(Classifier, TwoInputs, args=["fit", *arguments], **settings)
     assert len(ours.trainer.strategy.replica_devices) == 3
     assert_same_state(ours.model, plain.model)
 
@@ -427,6 +428,29 @@ def test_a_list_of_the_module_has_an_entry_for_each_shard(shards):
         fit(module, BalancedStrategy(["cpu"] * shards), 2, max_epochs=1)
         sizes = [6, 6, 6, 6, 6, 2] if shards == 1 else [3] * 10 + [1, 1]
         assert module.sizes == sizes
+
+
+class ListsOfRows(Columns):
+    """A module whose batches are lists of rows."""
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = (torch.stack(column) for column in zip(*batch, strict=True))
+        return F.mse_loss(self.layer(inputs), targets)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_lists_of_rows(batches):
+    """The rows of a shard were counted in a list that tells nothing of them."""
+    rows = torch.utils.data.TensorDataset(torch.randn(10, 1), torch.randn(10, 1))
+    expected = ListsOfRows()
+    module = ListsOfRows()
+    Trainer(**quiet(max_epochs=2)).fit(
+        expected, torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=list)
+    )
+    strategy = BalancedStrategy(["cpu"] * 2)
+    trainer = Trainer(strategy=strategy, accumulate_grad_batches=batches, **quiet(max_epochs=2))
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4 // batches, collate_fn=Rows))
+    assert_same_state(module, expected)
 
 
 @pytest.mark.parametrize("loaders", [1, 2])

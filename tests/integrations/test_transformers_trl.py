@@ -269,6 +269,36 @@ def test_a_model_of_reference_that_follows_on_distinct_devices():
     assert abs(constant[-1][1] / expected[0][-1][1] - 1) > 0.01
 
 
+def with_adapter(make, **more):
+    kind, config, models, data, settings = make(**more)
+    return kind, config, models, data | {"peft_config": lora()}, settings
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        functools.partial(grpo, num_iterations=2, loss_type="grpo"),
+        functools.partial(with_adapter, grpo, beta=0.1, loss_type="grpo"),
+        functools.partial(rloo, beta=0.0, normalize_advantages=True),
+    ],
+    ids=["two iterations", "an adapter and its reference", "normalized advantages"],
+)
+def test_forwards_of_trl_itself_on_distinct_devices(case, monkeypatch):
+    """TRL moves completions to the device of the arguments, where the model was not."""
+    draw = torch.multinomial
+    # All devices draw the same completions.
+    monkeypatch.setattr(
+        torch,
+        "multinomial",
+        lambda shares, num_samples: draw(shares.cpu(), num_samples).to(shares.device),
+    )
+    expected, _ = run(case, evaluates=False, is_exact=False, per_device_train_batch_size=6)
+    with simulate(3):
+        result, _ = run(case, evaluates=False, devices=range(3))
+    # Tokens are counted where completions are new.
+    assert_close([*map(torch.tensor, result)], [*map(torch.tensor, expected)], rtol=2e-4, atol=2e-5)
+
+
 def sum_over_tokens(outputs, labels, num_items_in_batch=None):
     losses = torch.nn.functional.cross_entropy(
         outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"

@@ -65,6 +65,7 @@ REASONS = {
     "hook_system_fit|resume_max|test_train_loop_system": "The test lists all calls: `optimizer_zero_grad` comes first, "
     "and `training_step` runs for each shard",
     "train_eval_mode_restored": "The test asserts the training mode in `training_step`, and rows are compared in evaluation mode",
+    "Default process group": "The test tells of two ranks without a process group",
     "Timeout": "The test ran out of time on a loaded machine",
 }
 
