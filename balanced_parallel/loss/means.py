@@ -496,9 +496,9 @@ class LossOfSums(CoupledLoss):
         criterion = self.copies.criterion
         if self.formula.branches and self.formula.branches_otherwise(sums, criterion):
             raise UnknownMeanError(
-                f"{containers.describe(criterion)} has an if, max or min of sums over the rows that is another one for the "
-                "sums of all rows",
-                f", expected torch.where, torch.maximum or clamp; or {ALWAYS}",
+                f"the loss of {containers.describe(criterion)} has an if, max or min of sums over the rows, and takes another "
+                "branch for the sums of all rows than for those of a shard",
+                ", expected torch.where, torch.maximum, torch.minimum or clamp",
             )
         if isinstance(criterion, AdditiveLoss):
             return self.copies.run_once(compute, sums[0].device)
