@@ -160,7 +160,7 @@ class ExactSteps(Strategy):
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        self._results: list[Any] = []  # those of the shards of this window
+        self._results: list[Any] = []  # The results of the shards of this window.
         self._scale = torch.ones((), device=self.root_device)
         module: Any = self.lightning_module
         self._devices = self.replica_devices or [self.root_device]

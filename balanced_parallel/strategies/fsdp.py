@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ..batch.containers import map_tensors, tensors_in
@@ -189,9 +190,10 @@ class ShardedModel(RankModel):
         self.outputs = None
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
-            for tensor in () if self.runs else tensors_of(output):
-                collectives.refuse_shards(tensor)
-        self.record.compare_first(is_end=True)
+            if self.record.before_first:
+                for tensor in tensors_of(output):
+                    collectives.refuse_shards(tensor)
+                self.record.end_first()
         self.forwards += 1
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # The module has its shards again after an evaluation.
@@ -447,7 +449,7 @@ class ShardedGradients(GradientRecord):
         # Blocks in the order in which they began to run, since the last backward or evaluation.
         self._ran: list[str] = []
         self._compared: list[str] | None = None
-        self._is_first = True  # No forward has ended.
+        self.before_first: list[RemovableHandle] = []  # Hooks of the first forward.
         self._units: list[list[Slot]] = []  # the parameters of each sharded module
         self._accumulators: list[torch_private.Node] = []  # They live, with their hooks.
         self._scalars: list[int] = []  # Parameters that each rank has whole.
@@ -521,12 +523,12 @@ class ShardedGradients(GradientRecord):
         self._units.append(slots)
         self._root = unit
 
-        def note(module: nn.Module, inputs: object) -> None:
-            self._ran.append(block)
-            self.compare_first()
+        def compare(module: nn.Module, inputs: object) -> None:
+            self._compare([*self._ran, block])
 
         def watch_inputs(module: nn.Module, inputs: object, kwargs: object) -> None:
             self.has_run = self.has_run or unit is self._root
+            self._ran.append(block)
             # FSDP2 has no node for a unit without parameters of its own, and does nothing where a
             # checkpoint runs it again.
             if not slots or not torch.is_grad_enabled() or current_backward_id() is not None:
@@ -544,7 +546,8 @@ class ShardedGradients(GradientRecord):
                 node.register_prehook(functools.partial(self._begin_unit, slots))
 
         # The hook of FSDP2 comes between these two. torch.compile leaves both out.
-        unit.register_forward_pre_hook(torch.compiler.disable(note), prepend=True)
+        first = unit.register_forward_pre_hook(torch.compiler.disable(compare), prepend=True)
+        self.before_first.append(first)
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
     def _begin_unit(self, slots: Sequence[Slot], gradients: object) -> None:
@@ -581,13 +584,14 @@ class ShardedGradients(GradientRecord):
             self._compare(ran)
             self._compared = ran
 
-    def compare_first(self, *, is_end: bool = False) -> None:
-        """Compares the blocks of the first forward before each is gathered, and at its end: shards of
-        other sizes abort gloo.
+    def end_first(self) -> None:
+        """Ends the first forward, whose blocks are compared before each is gathered, and at its end:
+        shards of other sizes abort gloo.
         """
-        if self._is_first:
-            self._is_first = not is_end
-            self._compare(self._ran)
+        for hook in self.before_first:
+            hook.remove()
+        self.before_first = []
+        self._compare(self._ran)
 
     def _compare(self, ran: list[str]) -> None:
         if len(self._units) == 1:  # The root alone has no order.
