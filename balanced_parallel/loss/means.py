@@ -239,7 +239,7 @@ def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = 
         "these numbers: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the mean's "
         "divisor; weight='rows' for a mean over rows with equal weights; whole=True if its rows depend on each other; "
         "a criterion of the output alone, as lambda output: output.loss, for a loss that the model has computed, without "
-        "torch.compile. An attribute reduction has no effect on a forward of its own. A target that is a scalar may differ "
+        "torch.compile; an attribute reduction has no effect on a forward of its own, and a target that is a scalar may differ "
         "between shards: pass a number, as float(scale), or a buffer",
     )
 

@@ -170,6 +170,7 @@ class SumNotes(TorchFunctionMode):
         self.has_unknown_count = False
         self._is_blind = False
         self._branches: dict[Value, bool] = {}  # The truth of values that Python has asked for.
+        self._first = 0  # Places of the criterion are behind it.
         self._operations: list[Operation] = []
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
@@ -229,6 +230,7 @@ class SumNotes(TorchFunctionMode):
         """Tells the parameters of the criterion."""
         for place, parameter in enumerate(parameters):
             self._facts[parameter] = _FIXED._replace(number=-1 - place)
+        self._first = next(self._numbers)
         return self
 
     def of_model(self, parameters: Iterable[Tensor]) -> Self:
@@ -776,7 +778,13 @@ class SumNotes(TorchFunctionMode):
 
         structure = containers.map_leaves(lambda leaf: self._entry(leaf, beside), result)
         entries = dict(containers.leaves(structure))
-        places = places_behind([*entries.values(), *self._branches], self._operations)
+        places = places_behind(entries.values(), self._operations)
+        branches = {
+            value: truth
+            for value, truth in self._branches.items()
+            if value.number > self._first or places & places_behind([value], self._operations)
+        }
+        places |= places_behind(branches, self._operations)
         if self._has_shards and places & (self._outside.keys() - self._of_model):
             raise ValueError(
                 "the loss of a model uses parameters that FSDP2 has gathered, as a penalty does, expected a backward of its own "
@@ -798,7 +806,7 @@ class SumNotes(TorchFunctionMode):
             self._has_read,
             self._columns,
             self._averaged,
-            self._branches,
+            branches,
         )
         return formula, statistics
 
