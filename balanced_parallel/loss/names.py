@@ -3,6 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 from torch import Tensor
@@ -74,7 +75,7 @@ def digest_names(names: Sequence[SumName]) -> float:
     Ranks whose sums are equal have one number.
     """
     counts = [each.lengths and each.per_row for each in names]
-    facts = names[0].text, *counts, *names[0].averaged
+    facts = names[0].text, *counts, *sorted({*names[0].averaged})
     return 1.0 + zlib.crc32(repr(facts).encode())
 
 
@@ -88,11 +89,13 @@ def compare_names(first: Sequence[SumName], other: Sequence[SumName]) -> None:
             f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others",
             f"; {ALWAYS}",
         )
-    for name, match in zip(first, other, strict=True):
-        pairs = zip(name.lengths, match.lengths, strict=False)
-        are_longer = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+    for pair in zip(first, other, strict=True):
+        name, match = pair
+        lengths = zip(name.lengths, match.lengths, strict=False)
+        are_longer = any(None not in each and each[0] != each[1] for each in lengths)
         counts = [(name.per_row, match.per_row)]
-        counts += zip(name.averaged, match.averaged, strict=False)
+        alone = [sorted({*one.averaged} - {*two.averaged}) for one, two in permutations(pair)]
+        counts += zip(*alone, strict=False)
         for number, another in counts if are_longer else ():
             if number is None or another is None or number == another:
                 continue
