@@ -779,11 +779,7 @@ class SumNotes(TorchFunctionMode):
         structure = containers.map_leaves(lambda leaf: self._entry(leaf, beside), result)
         entries = dict(containers.leaves(structure))
         places = places_behind(entries.values(), self._operations)
-        branches = {
-            value: truth
-            for value, truth in self._branches.items()
-            if value.number > self._first or places & places_behind([value], self._operations)
-        }
+        branches = self._branches_for(places)
         places |= places_behind(branches, self._operations)
         if self._has_shards and places & (self._outside.keys() - self._of_model):
             raise ValueError(
@@ -809,6 +805,14 @@ class SumNotes(TorchFunctionMode):
             branches,
         )
         return formula, statistics
+
+    def _branches_for(self, places: set[int]) -> dict[Value, bool]:
+        """Returns the branches of the criterion, and those of a model on sums at some places."""
+        return {
+            value: truth
+            for value, truth in self._branches.items()
+            if value.number > self._first or places & places_behind([value], self._operations)
+        }
 
     def _entry(self, leaf: object, beside: set[int]) -> object:
         """Returns the place of an entry of the result, or Unknown. ``beside`` are values to log."""

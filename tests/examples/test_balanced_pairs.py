@@ -63,7 +63,7 @@ def losses_of_detection(rank, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_detect_as_the_plain_program(strategy):
     expected = load("detection", "plain")()
-    for losses in run_ranks(2, losses_of_detection, strategy):
+    for losses in run_ranks(2, losses_of_detection, strategy, timeout=200):
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
