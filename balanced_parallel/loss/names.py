@@ -94,8 +94,8 @@ def compare_names(first: Sequence[SumName], other: Sequence[SumName]) -> None:
         lengths = zip(name.lengths, match.lengths, strict=False)
         are_longer = any(None not in each and each[0] != each[1] for each in lengths)
         counts = [(name.per_row, match.per_row)]
-        alone = [sorted({*one.averaged} - {*two.averaged}) for one, two in permutations(pair)]
-        counts += zip(*alone, strict=False)
+        extras = [sorted({*each.averaged} - {*base.averaged}) for each, base in permutations(pair)]
+        counts += zip(*extras, strict=False)
         for number, another in counts if are_longer else ():
             if number is None or another is None or number == another:
                 continue
