@@ -170,7 +170,7 @@ class SumNotes(TorchFunctionMode):
         self.has_unknown_count = False
         self._is_blind = False
         self._branches: dict[Value, bool] = {}  # The truth of values that Python has asked for.
-        self._first = 0  # Places of the criterion are behind it.
+        self._end_of_model = 0  # Places of the criterion are behind it.
         self._operations: list[Operation] = []
         self._outside: dict[int, Tensor] = {}
         self._of_model: set[int] = set()
@@ -230,7 +230,7 @@ class SumNotes(TorchFunctionMode):
         """Tells the parameters of the criterion."""
         for place, parameter in enumerate(parameters):
             self._facts[parameter] = _FIXED._replace(number=-1 - place)
-        self._first = next(self._numbers)
+        self._end_of_model = next(self._numbers)
         return self
 
     def of_model(self, parameters: Iterable[Tensor]) -> Self:
@@ -811,7 +811,8 @@ class SumNotes(TorchFunctionMode):
         return {
             value: truth
             for value, truth in self._branches.items()
-            if value.number > self._first or places & places_behind([value], self._operations)
+            if value.number > self._end_of_model
+            or places & places_behind([value], self._operations)
         }
 
     def _entry(self, leaf: object, beside: set[int]) -> object:
