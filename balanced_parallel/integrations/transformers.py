@@ -275,7 +275,7 @@ class BalancedTrainer(Trainer):
             # Ranks have equal numbers of forwards: none may run again.
             self._forwards.model.note(ForwardNotes(may_stop=False), anew=True)
             rows = torch.atleast_1d(tensor)
-            count = counts * len(rows)
+            count = len(rows) if counts else 0
             sizes = gather_objects(count)
             return gather_rows(rows[:count], sizes, 0) if any(sizes) else rows
 
@@ -307,7 +307,7 @@ class BalancedTrainer(Trainer):
         if len(self.devices) == 1:  # It may be compiled.
             modules["model"] = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         kind: Any = RankTask if over_ranks else DataParallelModel
-        self.model_wrapped = wrapped = kind(Task(self, modules), self.devices)
+        wrapped = kind(Task(self, modules), self.devices)
         scaler = self.accelerator.scaler
         self._forwards = Forwards(
             wrapped,
@@ -317,6 +317,7 @@ class BalancedTrainer(Trainer):
         wrapped.note(ForwardNotes(may_stop=False), anew=True)
         self._last = None
         self._wrapped = [self.model]
+        self.model_wrapped = wrapped
         return self.model_wrapped
 
     def _prepare_input(self, data: object) -> object:
@@ -369,7 +370,7 @@ class BalancedTrainer(Trainer):
         if count is None or not self._is_split:
             return compute, Whole(inputs), counts
         if not counts or (has_samples and len(self.devices) == 1):
-            return compute, Whole(inputs), counts, Rows(range(counts * count))
+            return compute, Whole(inputs), counts, Rows(range(count if counts else 0))
         return compute, {_SAMPLES: inputs[_SAMPLES]} if has_samples else inputs, counts
 
     def get_batch_samples(self, *arguments: object) -> tuple[list[Inputs], None]:
@@ -461,8 +462,7 @@ class BalancedTrainer(Trainer):
             return [] if calls.outputs[0].loss is None else self._evaluated.collect(calls)
 
         def predict(trainer: "BalancedTrainer", model: nn.Module, rows: Inputs) -> Computed:
-            step: Any = super().prediction_step
-            results = step(model, rows, *arguments, **settings)
+            results: Any = super().prediction_step(model, rows, *arguments, **settings)
             return Computed(results[0], results)
 
         parts = []
@@ -481,7 +481,7 @@ class BalancedTrainer(Trainer):
 
     def _join(self, parts: Sequence[Any]) -> object:
         """Returns the outputs of all rows. Shorter ones are padded with -100, as in Trainer."""
-        moved = move_leaves([*parts], self.args.device)
+        moved = move_leaves(parts, self.args.device)
         return None if parts[0] is None else functools.reduce(nested_concat, moved)
 
     def _counted_loss(
