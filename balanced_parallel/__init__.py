@@ -15,6 +15,9 @@ samplers and :class:`ByCost`. They are loaded when they are first used: some imp
 import importlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
+# Modules that are imported below read it.
+__version__ = "0.1.0"
+
 from .batch.marks import Along, Rows, Whole
 from .batch.outputs import PerReplica, gather
 from .batch.rows import scatter
@@ -38,8 +41,6 @@ if TYPE_CHECKING:
     from .diagnostics.verify import verify
     from .simulation import simulate
     from .state.checkpoint import Checkpoints
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AdditiveLoss",

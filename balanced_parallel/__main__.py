@@ -28,7 +28,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -37,7 +36,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from . import memory
+from . import __version__, memory
 from .batch.containers import describe
 from .memory.devices import find_kind
 from .memory.estimation import MODES, make_request
@@ -107,9 +106,7 @@ def make_parser() -> OneLineParser:
     parser = OneLineParser(
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--version", action="version", version=f"balanced_parallel {version('balanced-parallel')}"
-    )
+    parser.add_argument("--version", action="version", version=f"balanced_parallel {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="|".join(COMMANDS))
     commands = {
         name: subparsers.add_parser(

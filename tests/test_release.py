@@ -7,12 +7,17 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 import balanced_parallel
+from balanced_parallel.memory import estimate
+from balanced_parallel.strategies.launch import check_agreement
 
 ROOT = Path(__file__).parents[1]
 SMOKE = """
@@ -96,6 +101,21 @@ def test_an_editable_installation_shows_its_types(tmp_path):
     command = [sys.executable, "-m", "mypy", "--python-executable", python, "program.py"]
     done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True)
     assert 'Missing positional arguments "criterion", "optimizer"' in done.stdout
+
+
+def test_a_checkout_runs_where_it_is_not_installed(monkeypatch, tmp_path):
+    """A machine without a network has a copy of the repository, and no metadata of the package."""
+    from_name = metadata.Distribution.from_name
+
+    def refuse(name):
+        assert name.replace("_", "-") != "balanced-parallel"
+        return from_name(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", refuse)
+    report = estimate(nn.Linear(4, 3), nn.MSELoss(), torch.zeros(2, 4), torch.zeros(2, 3))
+    check_agreement(nn.Linear(4, 3), {})
+    report.save_html(tmp_path / "page.html")
+    assert balanced_parallel.__version__ in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def imported_modules(source, package, walk=ast.walk):
 def forbidden_imports(source, package, walk=ast.walk):
     """Returns the modules that a file in ``package`` imports and may not."""
     public = set() if package[0] in CORE else {*balanced_parallel.__all__} - MAY_IMPORT.keys()
-    allowed = MAY_IMPORT[package[0]] | {package[0]} | public
+    allowed = MAY_IMPORT[package[0]] | {package[0], "__version__"} | public
     return {
         module
         for module in imported_modules(source, package, walk)

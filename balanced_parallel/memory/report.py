@@ -15,13 +15,13 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from tabulate import tabulate
 
+from .. import __version__
 from ..runtime.values import check_positive, format_bytes, naming_arguments, parse_bytes
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Request
@@ -342,7 +342,7 @@ def write_page(
     limits = () if capacity is None else parse_each(capacity, report.devices)
     hottest = report.allocated.index(max(report.allocated))
     peak = format_bytes(report.allocated[hottest])
-    versions = f"torch {torch.__version__}, balanced_parallel {version('balanced-parallel')}"
+    versions = f"torch {torch.__version__}, balanced_parallel {__version__}"
     title = f"{type(report.batches.request.module).__name__}: {title_of(report)} ({versions}, {datetime.date.today()})"
     text = _PAGE.format(
         title=html.escape(title),

@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # the stubs lack them
 
+from .. import __version__
 from ..runtime import collectives
 from ..runtime.collectives import compare_ranks, digest
 from ..runtime.devices import DeviceLike, is_accelerator, resolve_devices, visible_devices
@@ -217,7 +217,7 @@ def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None
     script = Path(getattr(sys.modules["__main__"], "__file__", ""))
     facts = {
         "torch": str(torch.__version__),
-        "balanced_parallel": version("balanced-parallel"),
+        "balanced_parallel": __version__,
         "the script": digest(script.read_bytes()) if script.is_file() else "none",
         **settings,
         "module": type(module).__qualname__,
