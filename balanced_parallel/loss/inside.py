@@ -91,7 +91,7 @@ class ForwardNotes:
             devices = [tensor.device for tensor in tensors]
             with without_trace(module.modules(), devices):
                 return self.call(module, function, *inputs, **kwargs)
-        notes.of_model(module.parameters()).of_constants([*module.buffers()])
+        notes.of_model(module).of_constants([*module.buffers()])
         with notes:
             output = function(*inputs, **kwargs)
         self._has_stopped = self._may_stop = self._may_stop and not notes.statistics

@@ -26,9 +26,9 @@ from ..runtime.torch_private import (
     PACK_NAME,
     base_of,
     count_at_root,
+    has_shards,
     in_checkpoint,
     is_same,
-    is_sharded,
     storage_id,
     versions,
 )
@@ -233,16 +233,15 @@ class SumNotes(TorchFunctionMode):
         self._end_of_model = next(self._numbers)
         return self
 
-    def of_model(self, parameters: Iterable[Tensor]) -> Self:
-        """Tells parameters that the criterion does not have itself.
+    def of_model(self, module: nn.Module) -> Self:
+        """Tells the model, whose parameters the criterion does not have itself.
 
-        If some are shards, those that are whole in the forward are freed behind it.
+        Those of shards that are whole in the forward are freed behind it.
         """
-        for parameter in parameters:
-            if type(parameter) is nn.Parameter:  # It is captured where it is used.
-                continue
-            self._capture(parameter)
-            self._has_shards = self._has_shards or is_sharded(parameter)
+        self._has_shards = has_shards(module)
+        for parameter in module.parameters():
+            if type(parameter) is not nn.Parameter:  # Others are captured where they are used.
+                self._capture(parameter)
         self._of_model = {*self._outside}
         return self
 

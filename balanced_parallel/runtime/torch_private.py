@@ -270,6 +270,11 @@ def is_sharded(tensor: object) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "to_local")
 
 
+def has_shards(module: nn.Module) -> bool:
+    """Returns True for a module with parts of FSDP2, whose parameters may be whole for a while."""
+    return any(hasattr(part, "_get_fsdp_state") for part in module.modules())
+
+
 def local_tensors(tensors: Iterable[Tree]) -> list[Tree | Tensor]:
     """Returns the shard on this rank in place of each ``DTensor``.
 
@@ -646,7 +651,10 @@ def is_gathered(parameter: Tensor, units: "Iterable[FSDPModule]") -> bool:
 
 def _parameters_of_units(units: "Iterable[FSDPModule]") -> "Iterator[FSDPParam]":
     for unit in units:
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
+        state = unit._get_fsdp_state()
+        # torch 2.11 has at most one group.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
             yield from group.fsdp_params
 
 

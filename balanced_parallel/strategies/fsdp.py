@@ -709,7 +709,7 @@ def shard(
     # imports torch._dynamo, which takes seconds
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    if any(isinstance(part, FSDPModule) for part in module.modules()):
+    if torch_private.has_shards(module):
         raise ValueError(
             "the module was sharded before, which FSDP2 does once, expected one that is not sharded: add heads and adapters "
             "before parallelize, build the module anew and load its state, or use strategy='ddp'"

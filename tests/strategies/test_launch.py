@@ -339,7 +339,7 @@ def error_of_rank(rank, folder, change):
         if change == "torch" and rank == 2:
             patch.setattr(torch, "__version__", "2.11.0")
         if change == "package" and rank == 2:
-            patch.setattr(launch, "version", lambda package: "0.0.1")
+            patch.setattr(launch, "__version__", "0.0.1")
         if change == "code" and rank == 2:
             script.write_text("# changed")
         net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2 + (change == "shape" and rank == 2)))

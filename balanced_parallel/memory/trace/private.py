@@ -81,7 +81,8 @@ def make_fake(
         else:
             element = torch.empty(0, dtype=dtype, device="meta")
             element.set_(storage, offset, shape, stride)
-    device = attributes["_fake_device"]
+    # The second name is that of torch 2.11.
+    device = attributes.get("_fake_device") or attributes["fake_device"]
     tensor = Tensor._make_subclass(
         FakeTensor, element, False, dispatch_device=True, device_for_backend_keys=device
     )
