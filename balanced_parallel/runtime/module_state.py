@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,12 @@ def _is_of_torch(kind: type) -> bool:
     """Returns True for a class without bases elsewhere. FSDP2 makes subclasses in torch."""
     names = ("torch.", "balanced_parallel.", "builtins")
     return all(base.__module__.startswith(names) for base in kind.__mro__)
+
+
+def embeddings_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the embeddings by name, whose forward may rescale their weight."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
 
 
 def copy_state(module: nn.Module) -> Callable[[], None]:

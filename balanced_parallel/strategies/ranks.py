@@ -29,6 +29,7 @@ from ..loss.names import SumName, compare_names, digest_names
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of, sums_rows
 from ..replicas.batchnorm import begin_forward, meets_others
+from ..replicas.module_tree import refuse_rescaled
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
@@ -146,6 +147,8 @@ class RankModel(ParallelModel):
         # self.module would call __getattr__
         module: Any = torch_private.children_of(self)["module"]
         kind = method, module.training
+        if self._embeddings:
+            refuse_rescaled(self._embeddings)
         if rows != 0 and torch.is_grad_enabled() and not self.has_rows:
             self.has_rows = True
             self._numbers = [*map(numbers_of, self._counting)]
