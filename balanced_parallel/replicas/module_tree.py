@@ -203,8 +203,11 @@ class ModuleTree:
             state = part.module.__dict__.copy()
             if children:
                 state[CHILDREN] = children.copy()
-            if entries := state[BUFFERS]:
-                state[BUFFERS] = {name: get(id(each)) for name, each in entries.items()}
+            # A forward that makes a buffer would otherwise make it in the module itself.
+            entries = state[BUFFERS]
+            state[BUFFERS] = (
+                {name: get(id(each)) for name, each in entries.items()} if entries else {}
+            )
             if entries := state[PARAMETERS]:
                 state[PARAMETERS] = {name: get(id(each), each) for name, each in entries.items()}
             # A forward that registers hooks would otherwise register them in all replicas. The
