@@ -214,11 +214,13 @@ def _common_rows(
 
 
 def _lists_of_one_type(node: Any, name: str) -> Iterator[tuple[str, Sequence[object]]]:
-    """Yields the outermost lists whose entries could be rows, and tuples of numbers and other values
-    without rows, with their key paths.
+    """Yields the outermost lists whose entries could be rows, other sequences, and tuples of numbers
+    and other values without rows, with their key paths.
     """
     container = containers.open_container(node)
     if container is None:
+        if isinstance(node, Sequence) and not isinstance(node, (str, bytes, list, tuple)) and node:
+            yield name, node
         return
     is_inner_tuple = type(node) is tuple and "[" in name
     if (isinstance(node, list) or is_inner_tuple) and _are_alike(node):

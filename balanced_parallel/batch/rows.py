@@ -15,6 +15,7 @@ most 3 per device, on two devices::
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
-from ..runtime.module_state import copy_state
+from ..runtime.module_state import copy_state, embeddings_of
 from ..runtime.torch_private import CHILDREN, base_of, is_compiled
 from ..runtime.values import naming_arguments
 from . import containers
@@ -219,10 +220,17 @@ class ParallelModel(nn.Module):
             outputs = self._run_shards(inputs[0].shards)
         else:
             outputs = self._by_hand(None, Arguments(inputs, kwargs))
-        if not self._has_graph and torch.is_grad_enabled():
+        # The setting may be assigned later.
+        present = self._embeddings
+        counts = present and any(each.scale_grad_by_freq for each in present.values())
+        if torch.is_grad_enabled() and (counts or not self._has_graph):
             self._has_graph = True
             refuse_word_counts(outputs)
         return outputs
+
+    @functools.cached_property
+    def _embeddings(self) -> dict[str, Any]:
+        return embeddings_of(self.module)
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Calls a method of the module other than ``forward``, with arguments split and outputs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import leaves, map_leaves
-from ..runtime.module_state import advancing_buffers, are_close
+from ..runtime.module_state import advancing_buffers, are_close, embeddings_of
 from ..runtime.torch_private import (
     BUFFERS,
     CHILDREN,
@@ -62,7 +62,7 @@ class ModuleTree:
                     f"{name} is not initialised yet: run the module once on a few rows before it is wrapped"
                 )
         self.modules = list(root.modules())
-        self.rescaled = rescaled_embeddings(root)
+        self.embeddings = embeddings_of(root)
         self.is_compiled = any(map(is_compiled, self.modules))
         # modules of torch itself cache no tensors
         self._custom = [
@@ -82,6 +82,11 @@ class ModuleTree:
         marks = dict.fromkeys(map(id, self.modules), self)
         is_special = functools.partial(self._is_special, marks)
         self._special = list(self._find(range(len(self.modules)), is_special))
+
+    @property
+    def rescaled(self) -> bool:
+        """True if an embedding has ``max_norm``, which may be set later."""
+        return any(part.max_norm is not None for part in self.embeddings.values())
 
     def _is_special(self, marks: Mapping[int, object], value: object) -> bool:
         """Returns True for a list of parameters, such as that of an RNN, and for a method or a
@@ -198,8 +203,11 @@ class ModuleTree:
             state = part.module.__dict__.copy()
             if children:
                 state[CHILDREN] = children.copy()
-            if entries := state[BUFFERS]:
-                state[BUFFERS] = {name: get(id(each)) for name, each in entries.items()}
+            # A forward that makes a buffer would otherwise make it in the module itself.
+            entries = state[BUFFERS]
+            state[BUFFERS] = (
+                {name: get(id(each)) for name, each in entries.items()} if entries else {}
+            )
             if entries := state[PARAMETERS]:
                 state[PARAMETERS] = {name: get(id(each), each) for name, each in entries.items()}
             # A forward that registers hooks would otherwise register them in all replicas. The
@@ -432,25 +440,12 @@ def _refuse_unshareable(module: nn.Module) -> None:
         )
 
 
-def rescaled_embeddings(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the embeddings with ``max_norm`` by name.
-
-    Their forward rescales rows of their weight.
-    """
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {
-        name: part
-        for name, part in module.named_modules()
-        if isinstance(part, kinds) and part.max_norm is not None
-    }
-
-
 def refuse_rescaled(embeddings: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` if one of ``embeddings`` is trained, where devices or ranks have
-    weights of their own.
+    """Raises ``ValueError`` if one of ``embeddings`` has ``max_norm`` and is trained, where devices
+    or ranks have weights of their own: its forward rescales rows of its weight.
     """
     for name, embedding in embeddings.items():
-        if embedding.weight.requires_grad:
+        if embedding.max_norm is not None and embedding.weight.requires_grad:
             rescaling = f"embedding.weight.copy_(embedding.weight.renorm({embedding.norm_type:g}, 0, {embedding.max_norm:g}))"
             raise ValueError(
                 f"the embedding {name!r} has max_norm={embedding.max_norm:g}: each device would rescale the rows that it sees. "

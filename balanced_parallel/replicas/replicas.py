@@ -394,8 +394,7 @@ class Replicas:
         tensors = {place: [*self.copies.by_device.get(place, tree.parameters)] for place in places}
         if not torch.is_grad_enabled():
             return tensors
-        if tree.rescaled:
-            refuse_rescaled(tree.rescaled)
+        refuse_rescaled(tree.embeddings)
         streams = current_streams(places)
         deferred = True in [entry.deferred for entry in self.windows]
         for bucket in self.gradients.buckets:

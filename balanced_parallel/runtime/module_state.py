@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +14,15 @@ from .torch_private import BatchNorm, buffers_of, foreach_copy_
 
 
 def advancing_buffers(part: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers that a forward may advance, but for flags, which it sets once, those that
-    are trained, class weights, and the statistics of batch norm.
+    """Returns the buffers that a forward may advance or set, but for those that are trained, class
+    weights, and the statistics of batch norm.
     """
     if type(part).__module__ == "torch.nn.modules.loss" or isinstance(part, BatchNorm):
         return {}
     return {
         name: buffer
         for name, buffer in buffers_of(part).items()
-        if buffer is not None
-        and not (buffer.requires_grad or buffer.dtype in (torch.bool, torch.uint8))
+        if buffer is not None and not buffer.requires_grad
     }
 
 
@@ -37,21 +37,35 @@ def are_close(tensor: Tensor, other: Tensor) -> bool:
     return bool(torch.isclose(move(other, tensor.device), tensor, equal_nan=True).all())
 
 
-def numbers_of(part: nn.Module) -> dict[str, int | float]:
-    """Returns the attributes that are numbers, such as counters.
+def numbers_of(part: nn.Module) -> dict[str, object]:
+    """Returns the attributes that are numbers, flags, or tuples of them, such as counters.
 
     Those of torch's modules change in no forward.
     """
-    if _is_of_torch(type(part)):  # type: ignore[arg-type]  # Its stub takes the hash for that of instances.
+    if is_of_torch(type(part)):  # type: ignore[arg-type]  # Its stub takes the hash for that of instances.
         return {}
-    return {name: value for name, value in vars(part).items() if type(value) in (int, float)}
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if (type(value) in _NUMBERS and name != "training")
+        or (type(value) is tuple and _NUMBERS.issuperset(map(type, value)))
+    }
+
+
+_NUMBERS = {int, float, bool}
 
 
 @functools.cache
-def _is_of_torch(kind: type) -> bool:
+def is_of_torch(kind: type) -> bool:
     """Returns True for a class without bases elsewhere. FSDP2 makes subclasses in torch."""
     names = ("torch.", "balanced_parallel.", "builtins")
     return all(base.__module__.startswith(names) for base in kind.__mro__)
+
+
+def embeddings_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the embeddings by name, whose forward may rescale their weight."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
 
 
 def copy_state(module: nn.Module) -> Callable[[], None]:

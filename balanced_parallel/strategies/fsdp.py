@@ -714,7 +714,19 @@ def shard(
             "the module was sharded before, which FSDP2 does once, expected one that is not sharded: add heads and adapters "
             "before parallelize, build the module anew and load its state, or use strategy='ddp'"
         )
+    units = [*find_sharded_blocks(module), without_compilation(module)]
+    owners = {each: unit for unit in reversed(units) for each in unit.parameters()}
+    dtypes: dict[nn.Module, torch.dtype] = {}
     for name, parameter in module.named_parameters():
+        dtype = parameter.dtype
+        is_cast = dtype.is_complex and precision.dtype is not None
+        if parameter.requires_grad and parameter.dim():
+            is_cast = is_cast or dtype != dtypes.setdefault(owners[parameter], dtype)
+        if is_cast or not parameter.numel():
+            raise ValueError(
+                f"{name} is {dtype} of shape {tuple(parameter.shape)}, expected elements, one dtype of all that a block trains, "
+                "and none that is complex with precision='bf16' or 'fp16', since FSDP2 joins them: use strategy='ddp'"
+            )
         if any(torch_private.hooks_of(parameter)):
             raise ValueError(
                 f"{name} has a hook of its gradient, which FSDP2 loses with the parameter that it replaces, expected hooks after "
@@ -725,7 +737,6 @@ def shard(
             f"the embedding {name!r} has sparse=True, and FSDP2 reduces dense gradients, expected False, or strategy='ddp'"
         )
     half = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
-    units = [*find_sharded_blocks(module), without_compilation(module)]
     scalars = {parameter for parameter in module.parameters() if not parameter.dim()}
     for unit in units:
         prepare(unit)

@@ -18,11 +18,12 @@ from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.batchnorm import use_torch_sync_batchnorm
 from ..replicas.model import DataParallelModel
-from ..replicas.module_tree import check_module, refuse_rescaled, rescaled_embeddings
+from ..replicas.module_tree import check_module, refuse_rescaled
 from ..replicas.recorded import Refresh, check_refresh
 from ..runtime import collectives
 from ..runtime.collectives import max_over_ranks, rank, world_size
 from ..runtime.devices import DeviceLike, free_bytes, is_accelerator
+from ..runtime.module_state import embeddings_of
 from ..runtime.values import Precision, PrecisionName, format_bytes, naming_arguments
 from ..training.settings import describe_criterion
 from .ddp import DistributedModel
@@ -223,7 +224,7 @@ def _rank_model(on_rank: RankModule, strategy: str, local_ranks: int) -> Paralle
     compared = {name: repr(value) for name, value in {**settings, "strategy": strategy}.items()}
     compared["precision"] = Precision(settings["precision"] or "fp32").name
     check_agreement(module, compared | describe_criterion(criterion))
-    refuse_rescaled(rescaled_embeddings(module))
+    refuse_rescaled(embeddings_of(module))
     if strategy == "auto":
         has_copies = mesh is not None and mesh.ndim == 2
         strategy = "fsdp" if has_copies else choose_strategy(module, device, local_ranks)

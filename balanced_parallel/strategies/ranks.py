@@ -29,10 +29,17 @@ from ..loss.names import SumName, compare_names, digest_names
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of, sums_rows
 from ..replicas.batchnorm import begin_forward, meets_others
+from ..replicas.module_tree import refuse_rescaled
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
-from ..runtime.module_state import advancing_buffers, are_close, numbers_of, without_trace
+from ..runtime.module_state import (
+    advancing_buffers,
+    are_close,
+    is_of_torch,
+    numbers_of,
+    without_trace,
+)
 from ..runtime.random_numbers import RankNumbers, forward_by_row, offset_seeds
 from ..runtime.torch_private import (
     BatchNorm,
@@ -84,15 +91,14 @@ class RankModel(ParallelModel):
         self.runs = {}
         self._calls = Counter[tuple[str | None, bool]]()  # The number of runs of each kind.
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
-        self._note_buffers()
+        self._of_criterion: list[dict[str, Tensor | None]] = []
+        self._parts = [*self.module.modules()]  # With those of the criterion.
+        self._note_state()
         self._before = self._versions()
         # Buffers are compared in the first update whose forwards write some, unless one fails.
         self._compares = True
-        self._of_criterion: list[dict[str, Tensor | None]] = []
-        # Parts of module and criterion that have numbers, which are read before the first forward.
-        self._counting_layers = [*filter(numbers_of, self.module.modules())]
-        self._counting = self._counting_layers
-        self._numbers: list[dict[str, int | float]] = []
+        # Numbers of module and criterion before the first forward of an update.
+        self._numbers: dict[nn.Module, dict[str, object]] = {}
         # Parameters in the first run of a method, and their memory before it.
         self._whole: dict[str, tuple[int, Tensor]] = {}
         self.written: set[str] = set()  # Parameters that a forward writes.
@@ -146,9 +152,11 @@ class RankModel(ParallelModel):
         # self.module would call __getattr__
         module: Any = torch_private.children_of(self)["module"]
         kind = method, module.training
+        if self._embeddings:
+            refuse_rescaled(self._embeddings)
         if rows != 0 and torch.is_grad_enabled() and not self.has_rows:
             self.has_rows = True
-            self._numbers = [*map(numbers_of, self._counting)]
+            self._numbers = {part: numbers_of(part) for part in self._counting}
         if rows == 0 and self.runs.get(kind):
             raise RuntimeError(
                 "this rank has no rows, and the module communicates with the other ranks itself, expected rows on each rank in "
@@ -170,7 +178,7 @@ class RankModel(ParallelModel):
                     stack.callback(unit.register_forward_pre_hook(self._note_whole).remove)
             output = self._run(method, arguments, rows, in_step=in_step)
         self._note_writes()
-        self._note_buffers()  # The first forward may make some.
+        self._note_state()  # The first forward may make some.
         self.runs.setdefault(kind, False)
         if names and not self.meets_ranks and isinstance(self, DistributedDataParallel):
             self.runs[kind] = self.meets_ranks = True
@@ -203,9 +211,15 @@ class RankModel(ParallelModel):
     def _take_write(self, name: str) -> None:
         self.written.add(name)
 
-    def _note_buffers(self) -> None:
-        """Notes the layers with buffers, which the ranks share."""
-        self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
+    def _note_state(self) -> None:
+        """Notes the layers with buffers and those with numbers, which the ranks share."""
+        self._counting = [*filter(numbers_of, self._parts)]
+        # Classes of others may make buffers in any forward.
+        self._of_layers = [
+            torch_private.buffers_of(part)
+            for part in self.module.modules()
+            if torch_private.buffers_of(part) or not is_of_torch(type(part))  # type: ignore[arg-type]
+        ]
         # The name of each buffer that may advance, with the others of its layer.
         self._advancing = [
             (f"{name}.{last}".removeprefix("."), torch_private.buffers_of(part), last)
@@ -222,7 +236,7 @@ class RankModel(ParallelModel):
 
     def share_by_hand(self) -> None:
         """Shares buffers after a backward by hand."""
-        if self._of_layers or self._of_criterion or self._counting:
+        if self._counting or self._of_criterion or any(self._of_layers):
             facts = zip(*gather_objects((self.has_rows, self.has_written())), strict=True)
             with_rows, writes = map(list, facts)
             refuse_buffers(self.share_buffers(with_rows, writes=any(writes)))
@@ -272,7 +286,7 @@ class RankModel(ParallelModel):
         """Returns the buffers that forwards have written."""
         written = {}
         for name, (buffer, counter) in self._versions().items():
-            before, first = self._before.get(name, (buffer, counter))
+            before, first = self._before.get(name, (None, 0))
             if buffer is not before or counter != first:
                 written[name] = buffer
         return written
@@ -288,18 +302,19 @@ class RankModel(ParallelModel):
             name: (buffer.detach().to("meta"), name in saved)
             for name, buffer in self.module.named_buffers()
         }
-        before = [*map(dict.items, self._numbers)]
-        after = [numbers_of(part).items() for part in self._counting]
-        state = present, [*map(operator.sub, after, before)], [*self.written]
+        counted = [
+            numbers_of(part).items() - self._numbers.get(part, {}).items() for part in self._parts
+        ]
+        state = present, counted, [*self.written]
         buffers, numbers, written = gather_objects(state)[source]
         for name, (form, is_saved) in buffers.items():
             if name not in present:
                 part, _, last = name.rpartition(".")
                 buffer = torch.zeros_like(form, device=self.devices[0])
                 self.module.get_submodule(part).register_buffer(last, buffer, is_saved)
-        for layer, each in zip(self._counting, numbers, strict=True) if not self.has_rows else ():
+        for layer, each in zip(self._parts, numbers, strict=True) if not self.has_rows else ():
             vars(layer).update(each)
-        self._note_buffers()
+        self._note_state()
         return [*map(self.module.get_parameter, written)]
 
     def forget_rows(self) -> None:
@@ -313,9 +328,10 @@ class RankModel(ParallelModel):
         self._of_criterion = [
             torch_private.buffers_of(each) for each in filter(advancing_buffers, parts)
         ]
-        self._counting = [*self._counting_layers, *filter(numbers_of, parts)]
+        self._parts = [*self.module.modules(), *parts]
+        self._note_state()
         if self.has_rows:  # The backward of a forward has not run yet.
-            self._numbers = [*map(numbers_of, self._counting)]
+            self._numbers = {part: numbers_of(part) for part in self._counting}
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""

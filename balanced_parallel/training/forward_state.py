@@ -11,7 +11,7 @@ micro-batch count.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from ..replicas.all_rows import sums_rows
 from ..runtime.devices import move
-from ..runtime.module_state import advancing_buffers, are_close, numbers_of
+from ..runtime.module_state import advancing_buffers, are_close, is_of_torch, numbers_of
 from ..runtime.torch_private import buffers_of, versions
 
 
 class _Slot(NamedTuple):
     """A buffer or a number of a module, as it was before the update."""
 
+    module: str
     entries: dict[str, Any]
     name: str
     value: object
@@ -42,10 +43,15 @@ class _Slot(NamedTuple):
         return isinstance(present, Tensor) and present.shape == self.value.shape
 
     def put(self, copy: Any) -> None:
-        """Writes a copy to the tensor of before the update, or sets a number."""
+        """Writes a copy to the tensor of before the update, or sets another value."""
         if isinstance(self.value, Tensor):
             copy = self.value.copy_(copy)
         self.entries[self.name] = copy
+        if copy is _ABSENT:
+            del self.entries[self.name]
+
+
+_ABSENT = object()  # A forward has made the entry.
 
 
 class ForwardState:
@@ -57,7 +63,12 @@ class ForwardState:
     def __init__(self, *modules: object) -> None:
         roots = [module for module in modules if isinstance(module, nn.Module)]
         names = {part: name for root in roots for name, part in root.named_modules()}
-        self._names = {part: name for part, name in names.items() if any(_slots(part))}
+        # Classes of others may make state in a forward.
+        self._names = {
+            part: name
+            for part, name in names.items()
+            if advancing_buffers(part) or not is_of_torch(type(part))  # type: ignore[arg-type]
+        }
         self.is_empty = not self._names
         # Buffers of a module by names, whose writes no version counter shows, as those by .data.
         self._unseen: set[tuple[str, str]] | None = None
@@ -71,7 +82,9 @@ class ForwardState:
     def reset(self) -> None:
         """Begins an update, which may have a single forward."""
         self.is_open = False
-        self._slots: list[tuple[str, _Slot]] = []  # Each with the name of its module.
+        self._slots: list[_Slot] = []
+        # All entries before the update, by the id of their dictionary.
+        self._before: dict[int, dict[str, Any]] = {}
         self._after: list[object] | None = None
         self._differs: dict[str, Tensor] = {}  # Flags of the buffers, read at the end.
 
@@ -80,14 +93,25 @@ class ForwardState:
         if self.is_open:
             return
         self.is_open = True
-        for part, name in self._names.items():
-            self._slots += [(name, slot) for slot in _slots(part)]
+        self._slots = [slot._replace(copy=_copy(slot.value)) for slot in self._present()]
+        for part in self._names:
+            for entries in (buffers_of(part), vars(part)):
+                self._before[id(entries)] = entries.copy()
+
+    def _present(self) -> Iterator[_Slot]:
+        """Yields the state as it is now."""
+        for part, module in self._names.items():
+            for name, tensor in advancing_buffers(part).items():
+                version = versions([tensor])[0]
+                yield _Slot(module, buffers_of(part), name, tensor, tensor, version)
+            for name, number in numbers_of(part).items():
+                yield _Slot(module, vars(part), name, number, number, 0)
 
     @torch.no_grad()
     def begin_forward(self) -> None:
         """Puts the state back, but for the first forward."""
         if self._after is not None:
-            for _, slot in self._slots:
+            for slot in self._slots:
                 slot.put(slot.copy)
 
     @torch.no_grad()
@@ -96,30 +120,36 @@ class ForwardState:
         if self._after is None:
             if self._unseen is None:
                 self._unseen = {
-                    (name, slot.name)
-                    for name, slot in self._slots
+                    (slot.module, slot.name)
+                    for slot in self._slots
                     if isinstance(slot.value, Tensor) and not are_close(slot.value, slot.copy)
                 }
+            places = {(id(slot.entries), slot.name) for slot in self._slots}
+            for slot in self._present():
+                before = self._before[id(slot.entries)].get(slot.name, _ABSENT)
+                if (id(slot.entries), slot.name) not in places:
+                    self._slots.append(slot._replace(value=_ABSENT, copy=before))
             advanced = [
-                (name, slot)
-                for name, slot in self._slots
-                if slot.is_advanced() or (name, slot.name) in self._unseen
+                slot
+                for slot in self._slots
+                if slot.is_advanced() or (slot.module, slot.name) in self._unseen
             ]
-            self._slots = [(name, slot) for name, slot in advanced if name not in self._summing]
-            self._after = [_copy(slot.entries[slot.name]) for _, slot in self._slots]
+            self._slots = [slot for slot in advanced if slot.module not in self._summing]
+            self._after = [_copy(slot.entries[slot.name]) for slot in self._slots]
             return
-        for (name, slot), after in zip(self._slots, self._after, strict=True):
-            if isinstance(after, Tensor):
-                present = move(slot.entries[slot.name], after.device)
-                is_close = torch.isclose(present, after, equal_nan=True)
-                place = f"{name}.{slot.name}".lstrip(".")
+        for slot, after in zip(self._slots, self._after, strict=True):
+            present: Any = slot.entries.get(slot.name)
+            # A cache may have another size.
+            if isinstance(after, Tensor) and getattr(present, "shape", None) == after.shape:
+                is_close = torch.isclose(move(present, after.device), after, equal_nan=True)
+                place = f"{slot.module}.{slot.name}".lstrip(".")
                 is_other = ~is_close.all()
                 self._differs[place] = is_other | self._differs.get(place, is_other)
 
     @torch.no_grad()
     def undo(self) -> None:
         """Puts back the state before an update of several forwards, which has failed."""
-        for _, slot in self._slots:
+        for slot in self._slots:
             slot.put(slot.copy)
         self.reset()
 
@@ -131,7 +161,7 @@ class ForwardState:
         """
         if self._after is None:
             return
-        for (_, slot), after in zip(self._slots, self._after, strict=True):
+        for slot, after in zip(self._slots, self._after, strict=True):
             slot.put(after)
         for name, differs in self._differs.items():
             if differs:
@@ -139,14 +169,6 @@ class ForwardState:
                     f"the buffer {name} has other values after the forward of another micro-batch, expected a buffer that does "
                     "not depend on the rows: write it once per update, after the step, or give micro_batch_size=None"
                 )
-
-
-def _slots(part: nn.Module) -> Iterable[_Slot]:
-    """Yields the state of a module."""
-    for name, tensor in advancing_buffers(part).items():
-        yield _Slot(buffers_of(part), name, tensor, _copy(tensor), versions([tensor])[0])
-    for name, number in numbers_of(part).items():
-        yield _Slot(vars(part), name, number, number, 0)
 
 
 def _copy(value: object) -> object:

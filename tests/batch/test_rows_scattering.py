@@ -1,5 +1,7 @@
 """Scattering: sizes of shards, values without rows, errors for inputs with different numbers of rows."""
 
+from array import array
+from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,6 +155,15 @@ def test_a_tuple_with_a_value_for_each_row_is_an_error(place, kind):
     assert len(scatter(PLACES[place](x, Rows(numbers)), CPUS)) == len(CPUS)
     scatter(PLACES[place](x, Whole(numbers)), CPUS)
     scatter(PLACES[place](x, numbers[:2]), CPUS)  # such as height and width
+
+
+@pytest.mark.parametrize("numbers", [range(5), deque(torch.arange(5.0)), array("d", [0.5] * 5)])
+def test_a_sequence_with_a_value_for_each_row_is_an_error(numbers):
+    """It went whole to every replica."""
+    for x in (torch.zeros(5, 2), Rows(torch.zeros(5, 2).tolist())):
+        with pytest.raises(ValueError, match=r"inputs\[1\] is a \w+ of 5 entries .* Whole"):
+            scatter((x, numbers), CPUS)
+    scatter((torch.zeros(4, 2), numbers, "names", b"names"), CPUS)
 
 
 def test_values_of_rows_are_errors_in_keyword_arguments_and_targets():

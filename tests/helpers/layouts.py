@@ -57,7 +57,7 @@ def numbers_of(module):
         (name, key): value
         for name, part in parts
         for key, value in vars(part).items()
-        if type(value) in (int, float) and key != "rows"
+        if type(value) in (int, float, bool, tuple) and key != "rows"
     }
 
 
@@ -72,7 +72,8 @@ def assert_exact_updates(plain, model, criterion, batches, update):
         assert_close(found.cpu(), plain(inputs, targets))
     plain.assert_same(nn.ModuleList([net, criterion]))
     assert_close([*map(torch.Tensor.cpu, net.buffers())], [*plain.module.buffers()])
-    assert numbers_of(net) == numbers_of(plain.module)
+    # Layers of FSDP2 have more.
+    assert numbers_of(plain.module).items() <= numbers_of(net).items()
 
 
 def assert_exact_in_one_process(layout, net, criterion, batches):

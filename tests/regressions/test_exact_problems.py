@@ -279,19 +279,36 @@ class Words(nn.Module):
 
 
 class Sum(nn.Module):
-    """Counts its forwards in a buffer that it replaces, one that it writes in place, and a number."""
+    """Counts its forwards in buffers that it replaces, writes in place or makes, and in attributes."""
 
     def __init__(self):
         super().__init__()
         self.calls = 0
+        self.late = None
+        self.pair = (0, 1.0)
+        self.is_even = True
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("whole", torch.zeros((), dtype=torch.long))
+        self.register_buffer("small", torch.zeros((), dtype=torch.uint8))
+        self.register_buffer("is_odd", torch.tensor(False))
 
     def forward(self, inputs):
+        if self.late is None:
+            self.late = self.begun = 0
+            self.register_buffer("made", torch.zeros((), device=inputs.device))
         self.steps = self.steps + 1
         self.whole += 1
+        self.small += 1
+        self.made += 1
         self.calls += 1
-        return inputs * (1 + 0.1 * self.steps + 0.05 * self.calls)
+        self.late += 1
+        self.begun += 1
+        self.pair = (self.pair[0] + 1, self.pair[1] * 0.9)
+        self.is_even = not self.is_even
+        self.is_odd.logical_not_()
+        numbers = self.calls + self.late + 2 * self.begun + sum(self.pair) + self.is_even
+        buffers = self.steps + self.whole + 2 * self.small + 3 * self.made + 4 * self.is_odd
+        return inputs * (1 + 0.05 * (numbers + buffers))
 
 
 class Annealed(nn.Module):

@@ -19,6 +19,7 @@ from helpers.optimizers import sgd
 from helpers.pages import PAGES
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -65,6 +66,7 @@ OF_RANKS = {
     "trying to initialize the default process group twice!",
     "EADDRINUSE",
     "Timed out waiting",
+    "got mixed torch.Tensor and DTensor",
 }
 
 INPUTS = torch.ones(4, 4)
@@ -530,6 +532,22 @@ def test_unused_parameters(rank):
     assert "trying to initialize the default process group twice!" in error_of(
         lambda: dist.init_process_group("gloo")
     )
+
+
+@on_ranks(2)
+def test_a_penalty_with_a_constant_matrix_on_shards(rank):
+    net = nn.Linear(4, 3)
+    before = net.weight.detach().clone()
+    model = parallelize(net, strategy="fsdp")
+
+    def penalty():
+        return (net.weight - before + 1).square().sum()
+
+    assert "got mixed torch.Tensor and DTensor" in error_of(penalty)
+    with implicit_replication():
+        penalty().backward()
+    assert (net.weight.grad.full_tensor() == 2).all()
+    model(INPUTS)
 
 
 def test_functions_before_the_group_is_started():

@@ -379,6 +379,30 @@ def test_gradients_that_are_divided_by_counts_of_a_forward_are_refused(kind, dev
     assert model(tokens)
 
 
+def assert_later_settings_are_refused(model, tokens):
+    for name, value, text in (("max_norm", 1.0, RESCALES), ("scale_grad_by_freq", True, COUNTS)):
+        model(tokens)
+        before = getattr(model.module[0], name)
+        setattr(model.module[0], name, value)
+        with pytest.raises(ValueError, match=text):
+            model(tokens)
+        setattr(model.module[0], name, before)
+
+
+def test_settings_of_embeddings_that_are_assigned_later_are_refused():
+    """The first forward alone was looked at: gradients were up to twice too large, silently."""
+    net = nn.Sequential(nn.Embedding(7, 3), nn.Flatten())
+    with simulate(2):
+        assert_later_settings_are_refused(DataParallelModel(net), torch.randint(7, (5, 2)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_settings_of_embeddings_that_are_assigned_later_are_refused_on_ranks(rank, strategy):
+    model = parallelize(nn.Sequential(nn.Embedding(7, 3), nn.Flatten()), strategy=strategy)
+    assert_later_settings_are_refused(model, torch.randint(7, (5, 2)))
+
+
 EMBEDDED = "F.embedding was given max_norm=, and each device or rank would rescale the rows"
 
 

@@ -135,6 +135,25 @@ def test_precision_is_that_of_the_gathered_parameters():
 shard = functools.partial(parallelize, strategy="fsdp")
 
 
+@on_ranks(2)
+def test_parameters_that_cannot_be_joined_are_refused(rank):
+    """torch said so in the first forward: 'FSDP expects uniform original parameter dtype'."""
+    for shape, dtype in (
+        ((4, 3), torch.complex64),
+        ((4, 3), torch.float64),
+        ((0, 4), torch.float32),
+        ((4, 0), torch.float32),
+    ):
+        net = nn.Linear(4, 3, dtype=torch.float32)
+        net.shift = nn.Parameter(torch.ones(shape, dtype=dtype))
+        with pytest.raises(ValueError, match=r"shift is torch.\w+ of .* use strategy='ddp'"):
+            shard(net)
+    net = nn.Linear(4, 3, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="weight is torch.complex64 of .*, expected elements"):
+        shard(net, precision="bf16")
+    assert shard(net)(torch.ones(2, 4, dtype=torch.complex64))[0].shape == (2, 3)
+
+
 class Poisoned(nn.Module):
     """Returns nan for rows that are marked, draws random numbers, and has batch statistics."""
 
