@@ -1,5 +1,5 @@
 """State that the forward of a training module advances whatever its rows: counters, temperatures,
-and the power iteration of spectral norm.
+the power iteration of spectral norm, and parameters that it writes itself, as of a momentum encoder.
 
 The plain program has one forward in an update. With several micro-batches, each of them begins with
 the state before the update, and that behind the first one stays::
@@ -11,20 +11,49 @@ micro-batch count.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..replicas.all_rows import sums_rows
 from ..runtime.devices import move
 from ..runtime.module_state import advancing_buffers, are_close, is_of_torch, numbers_of
-from ..runtime.torch_private import buffers_of, versions
+from ..runtime.torch_private import (
+    buffers_of,
+    is_compiled,
+    is_sharded,
+    memory_of,
+    parameters_of,
+    versions,
+    written_by,
+)
+
+
+class _OnWrite(TorchDispatchMode):
+    """Calls a function with the tensors that an operator will write to."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, write: Callable[[list[Tensor]], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        """Runs an operator. Rows of an embedding that are rescaled twice stay the same."""
+        kwargs = kwargs or {}
+        if function is not torch.ops.aten.embedding_renorm_.default:
+            self._write(written_by(function, args, kwargs))
+        return function(*args, **kwargs)
 
 
 class _Slot(NamedTuple):
-    """A buffer or a number of a module, as it was before the update."""
+    """A buffer, a parameter or a number of a module, as it was before the update."""
 
     module: str
     entries: dict[str, Any]
@@ -72,6 +101,8 @@ class ForwardState:
         self.is_empty = not self._names
         # Buffers of a module by names, whose writes no version counter shows, as those by .data.
         self._unseen: set[tuple[str, str]] | None = None
+        self._parts = {} if any(map(is_compiled, names)) else names
+        self._written: dict[nn.Module, list[str]] = {}  # The parameters that a forward writes.
         self.reset()
 
     @functools.cached_property
@@ -106,6 +137,44 @@ class ForwardState:
                 yield _Slot(module, buffers_of(part), name, tensor, tensor, version)
             for name, number in numbers_of(part).items():
                 yield _Slot(module, vars(part), name, number, number, 0)
+        for part, written in self._written.items():
+            for name in written:
+                yield self._slot_of(part, name)
+
+    def _slot_of(self, part: nn.Module, name: str) -> _Slot:
+        """Returns the slot of a parameter."""
+        parameter: Any = parameters_of(part)[name]
+        version = versions([parameter])[0]
+        return _Slot(self._parts[part], parameters_of(part), name, parameter, parameter, version)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Surrounds a forward. The first one shows the parameters that a forward writes."""
+        if self._unseen is not None:
+            yield
+            return
+        before = {
+            memory_of(parameter): (part, name, parameter, parameter.detach())
+            for part in self._parts
+            for name, parameter in parameters_of(part).items()
+            if not (parameter is None or is_sharded(parameter))
+            and name not in self._written.get(part, ())
+        }
+
+        def take(memory: int, copy: Tensor) -> None:
+            part, name, *_ = before.pop(memory)
+            self._slots.append(self._slot_of(part, name)._replace(copy=copy))
+            self._written.setdefault(part, []).append(name)
+
+        def write(tensors: list[Tensor]) -> None:
+            for memory in {*map(memory_of, tensors)} & before.keys():
+                take(memory, before[memory][-1].clone())
+
+        with _OnWrite(write):
+            yield
+        for memory, (_, _, parameter, values) in [*before.items()]:
+            if memory_of(parameter) != memory:  # parameter.data = other
+                take(memory, values)
 
     @torch.no_grad()
     def begin_forward(self) -> None:
@@ -126,8 +195,8 @@ class ForwardState:
                 }
             places = {(id(slot.entries), slot.name) for slot in self._slots}
             for slot in self._present():
-                before = self._before[id(slot.entries)].get(slot.name, _ABSENT)
                 if (id(slot.entries), slot.name) not in places:
+                    before = self._before[id(slot.entries)].get(slot.name, _ABSENT)
                     self._slots.append(slot._replace(value=_ABSENT, copy=before))
             advanced = [
                 slot
@@ -142,7 +211,8 @@ class ForwardState:
             # A cache may have another size.
             if isinstance(after, Tensor) and getattr(present, "shape", None) == after.shape:
                 is_close = torch.isclose(move(present, after.device), after, equal_nan=True)
-                place = f"{slot.module}.{slot.name}".lstrip(".")
+                kind = "parameter" if isinstance(slot.value, nn.Parameter) else "buffer"
+                place = f"{kind} {slot.module}.{slot.name}".replace(" .", " ")
                 is_other = ~is_close.all()
                 self._differs[place] = is_other | self._differs.get(place, is_other)
 
@@ -157,7 +227,7 @@ class ForwardState:
     def finish(self) -> None:
         """Leaves the state behind the first forward. :meth:`undo` can still put it back.
 
-        Raises ``RuntimeError`` if other micro-batches have left other values in a buffer.
+        Raises ``RuntimeError`` if other micro-batches have left other values in a tensor.
         """
         if self._after is None:
             return
@@ -166,8 +236,8 @@ class ForwardState:
         for name, differs in self._differs.items():
             if differs:
                 raise RuntimeError(
-                    f"the buffer {name} has other values after the forward of another micro-batch, expected a buffer that does "
-                    "not depend on the rows: write it once per update, after the step, or give micro_batch_size=None"
+                    f"the {name} has other values after the forward of another micro-batch, expected values that do not depend "
+                    "on the rows: write it once per update, after the step, or give micro_batch_size=None"
                 )
 
 

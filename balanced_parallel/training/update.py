@@ -292,7 +292,8 @@ class Forwards:
             state.begin_forward()
         try:
             with self.precision.autocast(self.model.devices):
-                outputs = self.model(MicroBatch(shards))
+                with contextlib.nullcontext() if state is None else state.watching():
+                    outputs = self.model(MicroBatch(shards))
                 if collected is not None:
                     order = (
                         [row for shard in shards for row in shard.rows or ()]
