@@ -187,6 +187,9 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         self.replicas.gradients.reduce()
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> Any:
+        if len(self.devices) > 1 and torch.compiler.is_compiling():
+            # the compiler does not trace it, so its error is raised
+            torch.compiler.disable(_refuse_compilation)()
         batch = Batch(arguments, dims=(self.dim, 0))
         # the forward may ask for gradients of its inputs under no_grad too
         with torch.enable_grad():
@@ -206,12 +209,8 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         """
         devices = [shard.device for shard in shards]
         sizes = [None if shard.rows is None else len(shard.rows) for shard in shards]
-        if len(devices) > 1:
-            if torch.compiler.is_compiling():
-                # the compiler does not trace it, so its error is raised
-                torch.compiler.disable(_refuse_compilation)()
-            if {device.type for device in devices} != {"cpu"}:
-                offset_seeds(self.devices)
+        if len(devices) > 1 and {device.type for device in devices} != {"cpu"}:
+            offset_seeds(self.devices)
         module: Any = children_of(self)["module"]  # self.module would call __getattr__
         with (
             self.precision.autocast(devices),

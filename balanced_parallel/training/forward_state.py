@@ -103,6 +103,7 @@ class ForwardState:
         self._unseen: set[tuple[str, str]] | None = None
         self._parts = {} if any(map(is_compiled, names)) else names
         self._written: dict[nn.Module, list[str]] = {}  # The parameters that a forward writes.
+        self._updates = 0
         self.reset()
 
     @functools.cached_property
@@ -124,6 +125,7 @@ class ForwardState:
         if self.is_open:
             return
         self.is_open = True
+        self._updates += 1
         self._slots = [slot._replace(copy=_copy(slot.value)) for slot in self._present()]
         for part in self._names:
             for entries in (buffers_of(part), vars(part)):
@@ -139,18 +141,20 @@ class ForwardState:
                 yield _Slot(module, vars(part), name, number, number, 0)
         for part, written in self._written.items():
             for name in written:
-                yield self._slot_of(part, name)
+                yield self._slot_of(part, name, parameters_of(part)[name])
 
-    def _slot_of(self, part: nn.Module, name: str) -> _Slot:
+    def _slot_of(self, part: nn.Module, name: str, parameter: Any) -> _Slot:
         """Returns the slot of a parameter."""
-        parameter: Any = parameters_of(part)[name]
         version = versions([parameter])[0]
         return _Slot(self._parts[part], parameters_of(part), name, parameter, parameter, version)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Surrounds a forward. The first one shows the parameters that a forward writes."""
-        if self._unseen is not None:
+        """Surrounds a forward.
+
+        The first one of the 1st, 2nd, 4th, 8th, ... update shows the parameters that it writes.
+        """
+        if self._after is not None or self._updates.bit_count() > 1 or not self._parts:
             yield
             return
         before = {
@@ -162,8 +166,8 @@ class ForwardState:
         }
 
         def take(memory: int, copy: Tensor) -> None:
-            part, name, *_ = before.pop(memory)
-            self._slots.append(self._slot_of(part, name)._replace(copy=copy))
+            part, name, parameter, _ = before.pop(memory)
+            self._slots.append(self._slot_of(part, name, parameter)._replace(copy=copy))
             self._written.setdefault(part, []).append(name)
 
         def write(tensors: list[Tensor]) -> None:
@@ -201,7 +205,9 @@ class ForwardState:
             advanced = [
                 slot
                 for slot in self._slots
-                if slot.is_advanced() or (slot.module, slot.name) in self._unseen
+                if slot.is_advanced()
+                or isinstance(slot.value, nn.Parameter)
+                or (slot.module, slot.name) in self._unseen
             ]
             self._slots = [slot for slot in advanced if slot.module not in self._summing]
             self._after = [_copy(slot.entries[slot.name]) for slot in self._slots]
