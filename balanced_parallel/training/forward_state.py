@@ -10,48 +10,13 @@ Statistics of batch norm, and of modules with a ``SumOverRows``, are left out: t
 micro-batch count.
 """
 
-import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from ..replicas.all_rows import sums_rows
 from ..runtime.devices import move
-from ..runtime.module_state import advancing_buffers, are_close, is_of_torch, numbers_of
-from ..runtime.torch_private import buffers_of, versions
-
-
-class _Slot(NamedTuple):
-    """A buffer or a number of a module, as it was before the update."""
-
-    module: str
-    entries: dict[str, Any]
-    name: str
-    value: object
-    copy: Any
-    version: int
-
-    def is_advanced(self) -> bool:
-        """Returns True if a forward has written it. A cache that grows is another one."""
-        present = self.entries.get(self.name)
-        if not isinstance(self.value, Tensor):
-            return present is not self.value
-        if present is self.value:
-            return versions([present]) != [self.version]
-        return isinstance(present, Tensor) and present.shape == self.value.shape
-
-    def put(self, copy: Any) -> None:
-        """Writes a copy to the tensor of before the update, or sets another value."""
-        if isinstance(self.value, Tensor):
-            copy = self.value.copy_(copy)
-        self.entries[self.name] = copy
-        if copy is _ABSENT:
-            del self.entries[self.name]
-
-
-_ABSENT = object()  # A forward has made the entry.
+from ..runtime.module_state import StateEntries, advancing_buffers, are_close, is_of_torch
+from ..runtime.torch_private import versions
 
 
 class ForwardState:
@@ -60,32 +25,30 @@ class ForwardState:
     It copies the buffers that a forward has written, and all of them during the first forward.
     """
 
-    def __init__(self, *modules: object) -> None:
-        roots = [module for module in modules if isinstance(module, nn.Module)]
-        names = {part: name for root in roots for name, part in root.named_modules()}
-        # Classes of others may make state in a forward.
-        self._names = {
+    def __init__(self, module: nn.Module, criterion: object) -> None:
+        names = {}
+        if isinstance(criterion, nn.Module):
+            names = {part: name for name, part in criterion.named_modules(prefix="criterion")}
+        names |= {part: name for name, part in module.named_modules()}
+        # Classes of others may make state in a forward. Statistics over all rows are left out.
+        self._parts = {
             part: name
             for part, name in names.items()
             if advancing_buffers(part) or not is_of_torch(type(part))  # type: ignore[arg-type]
+            if not sums_rows(part)
         }
-        self.is_empty = not self._names
-        # Buffers of a module by names, whose writes no version counter shows, as those by .data.
-        self._unseen: set[tuple[str, str]] | None = None
+        self.is_empty = not self._parts
+        # Buffers by name, whose writes no version counter shows, as those by .data.
+        self._unseen: set[str] | None = None
         self.reset()
-
-    @functools.cached_property
-    def _summing(self) -> set[str]:
-        """Modules with statistics over all rows, by name."""
-        return {name for part, name in self._names.items() if sums_rows(part)}
 
     def reset(self) -> None:
         """Begins an update, which may have a single forward."""
         self.is_open = False
-        self._slots: list[_Slot] = []
-        # All entries before the update, by the id of their dictionary.
-        self._before: dict[int, dict[str, Any]] = {}
-        self._after: list[object] | None = None
+        self._entries: list[StateEntries] = []
+        # Buffers with their copies and versions, by name.
+        self._before: dict[str, tuple[Tensor, Tensor, int]] = {}
+        self._after: dict[str, Tensor] | None = None
         self._differs: dict[str, Tensor] = {}  # Flags of the buffers, read at the end.
 
     def open(self) -> None:
@@ -93,64 +56,68 @@ class ForwardState:
         if self.is_open:
             return
         self.is_open = True
-        self._slots = [slot._replace(copy=_copy(slot.value)) for slot in self._present()]
-        for part in self._names:
-            for entries in (buffers_of(part), vars(part)):
-                self._before[id(entries)] = entries.copy()
+        self._entries = [*map(StateEntries, self._parts)]
+        self._before = {
+            name: (buffer, buffer.detach().clone(), versions([buffer])[0])
+            for name, buffer in self._buffers().items()
+        }
 
-    def _present(self) -> Iterator[_Slot]:
-        """Yields the state as it is now."""
-        for part, module in self._names.items():
-            for name, tensor in advancing_buffers(part).items():
-                version = versions([tensor])[0]
-                yield _Slot(module, buffers_of(part), name, tensor, tensor, version)
-            for name, number in numbers_of(part).items():
-                yield _Slot(module, vars(part), name, number, number, 0)
+    def _buffers(self) -> dict[str, Tensor]:
+        return {
+            f"{module}.{name}".lstrip("."): buffer
+            for part, module in self._parts.items()
+            for name, buffer in advancing_buffers(part).items()
+        }
 
     @torch.no_grad()
     def begin_forward(self) -> None:
         """Puts the state back, but for the first forward."""
         if self._after is not None:
-            for slot in self._slots:
-                slot.put(slot.copy)
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for each in self._entries:
+            each.put()
+        for buffer, copy, _ in self._before.values():
+            buffer.copy_(copy)
 
     @torch.no_grad()
     def end_forward(self) -> None:
         """Keeps the state behind the first forward with rows, and compares that of others with it."""
         if self._after is None:
-            if self._unseen is None:
-                self._unseen = {
-                    (slot.module, slot.name)
-                    for slot in self._slots
-                    if isinstance(slot.value, Tensor) and not are_close(slot.value, slot.copy)
-                }
-            places = {(id(slot.entries), slot.name) for slot in self._slots}
-            for slot in self._present():
-                before = self._before[id(slot.entries)].get(slot.name, _ABSENT)
-                if (id(slot.entries), slot.name) not in places:
-                    self._slots.append(slot._replace(value=_ABSENT, copy=before))
-            advanced = [
-                slot
-                for slot in self._slots
-                if slot.is_advanced() or (slot.module, slot.name) in self._unseen
-            ]
-            self._slots = [slot for slot in advanced if slot.module not in self._summing]
-            self._after = [_copy(slot.entries[slot.name]) for slot in self._slots]
+            self._end_first()
             return
-        for slot, after in zip(self._slots, self._after, strict=True):
-            present: Any = slot.entries.get(slot.name)
-            # A cache may have another size.
-            if isinstance(after, Tensor) and getattr(present, "shape", None) == after.shape:
-                is_close = torch.isclose(move(present, after.device), after, equal_nan=True)
-                place = f"{slot.module}.{slot.name}".lstrip(".")
+        present = self._buffers() if self._after else {}
+        for name, after in self._after.items():
+            buffer = present.get(name, after)
+            if buffer.shape == after.shape:  # A cache may have another one.
+                is_close = torch.isclose(move(buffer, after.device), after, equal_nan=True)
                 is_other = ~is_close.all()
-                self._differs[place] = is_other | self._differs.get(place, is_other)
+                self._differs[name] = is_other | self._differs.get(name, is_other)
+
+    def _end_first(self) -> None:
+        before = self._before
+        if self._unseen is None:
+            self._unseen = {
+                name for name, (each, copy, _) in before.items() if not are_close(each, copy)
+            }
+        self._before = {
+            name: entry
+            for name, entry in before.items()
+            if name in self._unseen or versions([entry[0]]) != [entry[2]]
+        }
+        self._entries = [each for each in self._entries if each.are_other()]
+        self._last_entries = [StateEntries(each.part) for each in self._entries]
+        self._after = {
+            name: buffer.detach().clone()
+            for name, buffer in self._buffers().items()
+            if name in self._before or name not in before or buffer is not before[name][0]
+        }
 
     @torch.no_grad()
     def undo(self) -> None:
         """Puts back the state before an update of several forwards, which has failed."""
-        for slot in self._slots:
-            slot.put(slot.copy)
+        self._put_back()
         self.reset()
 
     @torch.no_grad()
@@ -161,15 +128,13 @@ class ForwardState:
         """
         if self._after is None:
             return
-        for slot, after in zip(self._slots, self._after, strict=True):
-            slot.put(after)
+        for each in self._last_entries:
+            each.put()
+        for name, (buffer, _, _) in self._before.items():
+            buffer.copy_(self._after.get(name, buffer))
         for name, differs in self._differs.items():
             if differs:
                 raise RuntimeError(
                     f"the buffer {name} has other values after the forward of another micro-batch, expected a buffer that does "
                     "not depend on the rows: write it once per update, after the step, or give micro_batch_size=None"
                 )
-
-
-def _copy(value: object) -> object:
-    return value.detach().clone() if isinstance(value, Tensor) else value
