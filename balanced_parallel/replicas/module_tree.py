@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import leaves, map_leaves
-from ..runtime.module_state import advancing_buffers, are_close, embeddings_of
+from ..runtime.module_state import advancing_buffers, are_close, embeddings_of, set_entries
 from ..runtime.torch_private import (
     BUFFERS,
     CHILDREN,
@@ -63,6 +63,7 @@ class ModuleTree:
                 )
         self.modules = list(root.modules())
         self.embeddings = embeddings_of(root)
+        self.rescaled = any(each.max_norm is not None for each in self.embeddings.values())
         self.is_compiled = any(map(is_compiled, self.modules))
         # modules of torch itself cache no tensors
         self._custom = [
@@ -82,11 +83,6 @@ class ModuleTree:
         marks = dict.fromkeys(map(id, self.modules), self)
         is_special = functools.partial(self._is_special, marks)
         self._special = list(self._find(range(len(self.modules)), is_special))
-
-    @property
-    def rescaled(self) -> bool:
-        """True if an embedding has ``max_norm``, which may be set later."""
-        return any(part.max_norm is not None for part in self.embeddings.values())
 
     def _is_special(self, marks: Mapping[int, object], value: object) -> bool:
         """Returns True for a list of parameters, such as that of an RNN, and for a method or a
@@ -252,14 +248,14 @@ class ModuleTree:
                 (state, replica | fixed),
             ):
                 changed.append((entries, entries.copy()))
-                _set_entries(entries, other)
+                set_entries(entries, other)
         try:
             yield
         finally:
             for part, skeleton, _ in skeletons:
                 buffers_of(skeleton).update(buffers_of(part.module))
             for entries, before in changed:
-                _set_entries(entries, before)
+                set_entries(entries, before)
 
     @contextmanager
     def same_state(self, replicas: Sequence[Skeletons], *, is_first: bool) -> Iterator[None]:
@@ -384,17 +380,6 @@ def _parts(value: Any) -> tuple[Any, ...]:
         return value.func, *value.args
     cells = (isinstance(value, FunctionType) and value.__closure__) or ()
     return tuple(None if cell == CellType() else cell.cell_contents for cell in cells)
-
-
-def _set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Gives a dictionary the entries of another, one by one: guards of compiled code watch the
-    dictionary.
-    """
-    for name in entries.keys() - other.keys():
-        del entries[name]
-    entries.update(
-        (name, value) for name, value in other.items() if entries.get(name, entries) is not value
-    )
 
 
 def check_module(module: Any) -> None:

@@ -1,7 +1,7 @@
 """State of modules that a forward changes: buffers, and numbers in attributes, such as counters."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,19 +73,53 @@ def copy_state(module: nn.Module) -> Callable[[], None]:
 
     Buffers that a forward has replaced are the former tensors again, those it has added are gone.
     """
-    parts = [(part, numbers_of(part), buffers_of(part).copy()) for part in module.modules()]
-    tensors = [each for _, _, buffers in parts for each in buffers.values() if each is not None]
+    parts = [*map(StateEntries, module.modules())]
+    tensors = [*module.buffers()]
     copies = [each.detach().clone() for each in tensors]
 
     @torch.no_grad()
     def put() -> None:
-        for part, numbers, buffers in parts:
-            vars(part).update(numbers)
-            buffers_of(part).clear()
-            buffers_of(part).update(buffers)
+        for each in parts:
+            each.put()
         foreach_copy_(tensors, copies)
 
     return put
+
+
+class StateEntries:
+    """The numbers and the buffers of a module as they are now, without the values of the buffers."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = part
+        self._attributes = vars(part).copy()
+        self._numbers = numbers_of(part)
+        self._buffers = buffers_of(part).copy()
+
+    def are_other(self) -> bool:
+        """Returns True if a forward has changed, made or removed some."""
+        buffers = [*map(id, self._buffers.values())]
+        is_other = buffers != [*map(id, buffers_of(self.part).values())]
+        return is_other or self._numbers != numbers_of(self.part)
+
+    def put(self) -> None:
+        """Puts them back."""
+        attributes = vars(self.part)
+        for name in self._numbers.keys() | numbers_of(self.part).keys():
+            attributes[name] = self._attributes.get(name)
+            if name not in self._attributes:
+                del attributes[name]
+        set_entries(buffers_of(self.part), self._buffers)
+
+
+def set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Gives a dictionary the entries of another, one by one: guards of compiled code watch the
+    dictionary.
+    """
+    for name in entries.keys() - other.keys():
+        del entries[name]
+    entries.update(
+        (name, value) for name, value in other.items() if entries.get(name, entries) is not value
+    )
 
 
 @contextmanager
@@ -93,19 +127,14 @@ def without_trace(modules: Iterable[nn.Module], devices: Devices) -> Iterator[No
     """Surrounds a forward that leaves no trace: random numbers and numbers of these modules are put
     back, and their buffers are replaced by copies in the block.
     """
-    parts = [*modules]
     random_numbers = RandomState(devices)
-    numbers = [(vars(part), numbers_of(part)) for part in parts]
-    buffers = [
-        (part, name, buffer) for part in parts for name, buffer in part.named_buffers(recurse=False)
-    ]
-    for part, name, buffer in buffers:
-        setattr(part, name, buffer.clone())
+    parts = [*map(StateEntries, modules)]
+    for each in parts:
+        buffers = each.part.named_buffers(recurse=False)
+        buffers_of(each.part).update([(name, buffer.clone()) for name, buffer in buffers])
     try:
         yield
     finally:
         random_numbers.restore()
-        for attributes, before in numbers:
-            attributes.update(before)
-        for part, name, buffer in buffers:
-            setattr(part, name, buffer)
+        for each in parts:
+            each.put()

@@ -714,19 +714,7 @@ def shard(
             "the module was sharded before, which FSDP2 does once, expected one that is not sharded: add heads and adapters "
             "before parallelize, build the module anew and load its state, or use strategy='ddp'"
         )
-    units = [*find_sharded_blocks(module), without_compilation(module)]
-    owners = {each: unit for unit in reversed(units) for each in unit.parameters()}
-    dtypes: dict[nn.Module, torch.dtype] = {}
     for name, parameter in module.named_parameters():
-        dtype = parameter.dtype
-        is_cast = dtype.is_complex and precision.dtype is not None
-        if parameter.requires_grad and parameter.dim():
-            is_cast = is_cast or dtype != dtypes.setdefault(owners[parameter], dtype)
-        if is_cast or not parameter.numel():
-            raise ValueError(
-                f"{name} is {dtype} of shape {tuple(parameter.shape)}, expected elements, one dtype of all that a block trains, "
-                "and none that is complex with precision='bf16' or 'fp16', since FSDP2 joins them: use strategy='ddp'"
-            )
         if any(torch_private.hooks_of(parameter)):
             raise ValueError(
                 f"{name} has a hook of its gradient, which FSDP2 loses with the parameter that it replaces, expected hooks after "
@@ -737,8 +725,10 @@ def shard(
             f"the embedding {name!r} has sparse=True, and FSDP2 reduces dense gradients, expected False, or strategy='ddp'"
         )
     half = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
+    units = [*find_sharded_blocks(module), without_compilation(module)]
     scalars = {parameter for parameter in module.parameters() if not parameter.dim()}
     for unit in units:
+        _refuse_unlike(unit, precision)
         prepare(unit)
         # batch norm takes parameters of the dtype of its statistics; autocast casts in the other
         # layers
@@ -749,6 +739,20 @@ def shard(
         fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=scalars)
         cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)  # gloo has no averages
     return units
+
+
+def _refuse_unlike(unit: nn.Module, precision: Precision) -> None:
+    """Raises ``ValueError`` for parameters of a unit that FSDP2 cannot join."""
+    named = unit.named_parameters()
+    present = {name: each for name, each in named if each.dim() and not is_sharded(each)}
+    dtypes = {each.dtype for each in present.values() if each.requires_grad}
+    for name, each in present.items():
+        is_cast = each.is_complex() and precision.dtype is not None
+        if is_cast or not each.numel() or {each.dtype} < dtypes:
+            raise ValueError(
+                f"{name} is {each.dtype} of shape {tuple(each.shape)}, expected elements, one dtype of all that a block trains, "
+                "and none that is complex with precision='bf16' or 'fp16', since FSDP2 joins them: use strategy='ddp'"
+            )
 
 
 def _repeated_layers(module: nn.Module) -> list[nn.Module]:

@@ -92,7 +92,7 @@ class RankModel(ParallelModel):
         self._calls = Counter[tuple[str | None, bool]]()  # The number of runs of each kind.
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._of_criterion: list[dict[str, Tensor | None]] = []
-        self._parts = [*self.module.modules()]  # With those of the criterion.
+        self._parts = [*self.module.modules()]  # The modules of the criterion are added later.
         self._note_state()
         self._before = self._versions()
         # Buffers are compared in the first update whose forwards write some, unless one fails.
@@ -120,11 +120,16 @@ class RankModel(ParallelModel):
                     lambda each: each.detach().requires_grad_() if each.requires_grad else each,
                     arguments,
                 )
+        if self._embeddings:
+            refuse_rescaled(self._embeddings)
         with shard.context():
             return self._watched_run(method, arguments, rows, in_step=True)
 
     def refuse_unshared(self) -> None:
-        """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
+        """Raises ``ValueError`` for a parameter whose gradient the ranks would not share, and for an
+        embedding that rescales its weight.
+        """
+        refuse_rescaled(self._embeddings)
         for name, parameter in self.module.named_parameters():
             dtype = self.record.dtypes.get(id(parameter))
             is_late = parameter.requires_grad and dtype != parameter.dtype
@@ -152,11 +157,9 @@ class RankModel(ParallelModel):
         # self.module would call __getattr__
         module: Any = torch_private.children_of(self)["module"]
         kind = method, module.training
-        if self._embeddings:
-            refuse_rescaled(self._embeddings)
         if rows != 0 and torch.is_grad_enabled() and not self.has_rows:
             self.has_rows = True
-            self._numbers = {part: numbers_of(part) for part in self._counting}
+            self._numbers = dict(zip(self._counting, map(numbers_of, self._counting), strict=True))
         if rows == 0 and self.runs.get(kind):
             raise RuntimeError(
                 "this rank has no rows, and the module communicates with the other ranks itself, expected rows on each rank in "

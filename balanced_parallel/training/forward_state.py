@@ -10,10 +10,9 @@ Statistics of batch norm, and of modules with a ``SumOverRows``, are left out: t
 micro-batch count.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..replicas.all_rows import sums_rows
 from ..runtime.devices import move
-from ..runtime.module_state import advancing_buffers, are_close, is_of_torch, numbers_of
-from ..runtime.torch_private import (
-    buffers_of,
-    is_compiled,
-    is_sharded,
-    memory_of,
-    parameters_of,
-    versions,
-    written_by,
-)
+from ..runtime.module_state import StateEntries, advancing_buffers, are_close, is_of_torch
+from ..runtime.torch_private import is_compiled, is_sharded, memory_of, versions, written_by
 
 
 class _OnWrite(TorchDispatchMode):
@@ -52,101 +43,62 @@ class _OnWrite(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-class _Slot(NamedTuple):
-    """A buffer, a parameter or a number of a module, as it was before the update."""
-
-    module: str
-    entries: dict[str, Any]
-    name: str
-    value: object
-    copy: Any
-    version: int
-
-    def is_advanced(self) -> bool:
-        """Returns True if a forward has written it. A cache that grows is another one."""
-        present = self.entries.get(self.name)
-        if not isinstance(self.value, Tensor):
-            return present is not self.value
-        if present is self.value:
-            return versions([present]) != [self.version]
-        return isinstance(present, Tensor) and present.shape == self.value.shape
-
-    def put(self, copy: Any) -> None:
-        """Writes a copy to the tensor of before the update, or sets another value."""
-        if isinstance(self.value, Tensor):
-            copy = self.value.copy_(copy)
-        self.entries[self.name] = copy
-        if copy is _ABSENT:
-            del self.entries[self.name]
-
-
-_ABSENT = object()  # A forward has made the entry.
-
-
 class ForwardState:
-    """Buffers and numbers of modules, which advance once in an update of several forwards.
+    """Buffers and numbers of modules, which advance once in an update of several forwards, and
+    parameters that forwards write.
 
-    It copies the buffers that a forward has written, and all of them during the first forward.
+    It copies the tensors that a forward has written, and all buffers during the first forward.
     """
 
-    def __init__(self, *modules: object) -> None:
-        roots = [module for module in modules if isinstance(module, nn.Module)]
-        names = {part: name for root in roots for name, part in root.named_modules()}
-        # Classes of others may make state in a forward.
-        self._names = {
+    def __init__(self, module: nn.Module, criterion: object) -> None:
+        names = {}
+        if isinstance(criterion, nn.Module):
+            names = {part: name for name, part in criterion.named_modules(prefix="criterion")}
+        names |= {part: name for name, part in module.named_modules()}
+        # Classes of others may make state in a forward. Statistics over all rows are left out.
+        self._parts = {
             part: name
             for part, name in names.items()
             if advancing_buffers(part) or not is_of_torch(type(part))  # type: ignore[arg-type]
+            if not sums_rows(part)
         }
-        self.is_empty = not self._names
-        # Buffers of a module by names, whose writes no version counter shows, as those by .data.
-        self._unseen: set[tuple[str, str]] | None = None
-        self._parts = {} if any(map(is_compiled, names)) else names
-        self._written: dict[nn.Module, list[str]] = {}  # The parameters that a forward writes.
+        self.is_empty = not self._parts
+        # Buffers by name, whose writes no version counter shows, as those by .data.
+        self._unseen: set[str] | None = None
+        self._module = module
+        self._is_eager = not any(map(is_compiled, names))
+        self._written: dict[str, Tensor] = {}  # The parameters that forwards write, by name.
         self._updates = 0
         self.reset()
-
-    @functools.cached_property
-    def _summing(self) -> set[str]:
-        """Modules with statistics over all rows, by name."""
-        return {name for part, name in self._names.items() if sums_rows(part)}
 
     def reset(self) -> None:
         """Begins an update, which may have a single forward."""
         self.is_open = False
-        self._slots: list[_Slot] = []
-        # All entries before the update, by the id of their dictionary.
-        self._before: dict[int, dict[str, Any]] = {}
-        self._after: list[object] | None = None
-        self._differs: dict[str, Tensor] = {}  # Flags of the buffers, read at the end.
+        self._entries: list[StateEntries] = []
+        # Tensors with their copies and versions, by name.
+        self._before: dict[str, tuple[Tensor, Tensor, int]] = {}
+        self._after: dict[str, Tensor] | None = None
+        self._differs: dict[str, Tensor] = {}  # Flags of the tensors, read at the end.
 
     def open(self) -> None:
         """Copies the state before the first forward of an update of several."""
         if self.is_open:
             return
         self.is_open = True
+        self._entries = [*map(StateEntries, self._parts)]
         self._updates += 1
-        self._slots = [slot._replace(copy=_copy(slot.value)) for slot in self._present()]
-        for part in self._names:
-            for entries in (buffers_of(part), vars(part)):
-                self._before[id(entries)] = entries.copy()
+        self._before = {
+            name: (tensor, tensor.detach().clone(), versions([tensor])[0])
+            for name, tensor in self._tensors().items()
+        }
 
-    def _present(self) -> Iterator[_Slot]:
-        """Yields the state as it is now."""
-        for part, module in self._names.items():
-            for name, tensor in advancing_buffers(part).items():
-                version = versions([tensor])[0]
-                yield _Slot(module, buffers_of(part), name, tensor, tensor, version)
-            for name, number in numbers_of(part).items():
-                yield _Slot(module, vars(part), name, number, number, 0)
-        for part, written in self._written.items():
-            for name in written:
-                yield self._slot_of(part, name, parameters_of(part)[name])
-
-    def _slot_of(self, part: nn.Module, name: str, parameter: Any) -> _Slot:
-        """Returns the slot of a parameter."""
-        version = versions([parameter])[0]
-        return _Slot(self._parts[part], parameters_of(part), name, parameter, parameter, version)
+    def _tensors(self) -> dict[str, Tensor]:
+        buffers = {
+            f"{module}.{name}".lstrip("."): buffer
+            for part, module in self._parts.items()
+            for name, buffer in advancing_buffers(part).items()
+        }
+        return buffers | self._written
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -154,21 +106,20 @@ class ForwardState:
 
         The first one of the 1st, 2nd, 4th, 8th, ... update shows the parameters that it writes.
         """
-        if self._after is not None or self._updates.bit_count() > 1 or not self._parts:
+        is_due = self._updates.bit_count() == 1 and self._is_eager
+        if self._after is not None or not is_due:
             yield
             return
         before = {
-            memory_of(parameter): (part, name, parameter, parameter.detach())
-            for part in self._parts
-            for name, parameter in parameters_of(part).items()
-            if not (parameter is None or is_sharded(parameter))
-            and name not in self._written.get(part, ())
+            memory_of(parameter): (name, parameter, parameter.detach())
+            for name, parameter in self._module.named_parameters()
+            if not (is_sharded(parameter) or name in self._written)
         }
 
         def take(memory: int, copy: Tensor) -> None:
-            part, name, parameter, _ = before.pop(memory)
-            self._slots.append(self._slot_of(part, name, parameter)._replace(copy=copy))
-            self._written.setdefault(part, []).append(name)
+            name, parameter, _ = before.pop(memory)
+            self._written[name] = parameter
+            self._before[name] = parameter, copy, 0
 
         def write(tensors: list[Tensor]) -> None:
             for memory in {*map(memory_of, tensors)} & before.keys():
@@ -176,7 +127,7 @@ class ForwardState:
 
         with _OnWrite(write):
             yield
-        for memory, (_, _, parameter, values) in [*before.items()]:
+        for memory, (_, parameter, values) in [*before.items()]:
             if memory_of(parameter) != memory:  # parameter.data = other
                 take(memory, values)
 
@@ -184,49 +135,51 @@ class ForwardState:
     def begin_forward(self) -> None:
         """Puts the state back, but for the first forward."""
         if self._after is not None:
-            for slot in self._slots:
-                slot.put(slot.copy)
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for each in self._entries:
+            each.put()
+        for buffer, copy, _ in self._before.values():
+            buffer.copy_(copy)
 
     @torch.no_grad()
     def end_forward(self) -> None:
         """Keeps the state behind the first forward with rows, and compares that of others with it."""
         if self._after is None:
-            if self._unseen is None:
-                self._unseen = {
-                    (slot.module, slot.name)
-                    for slot in self._slots
-                    if isinstance(slot.value, Tensor) and not are_close(slot.value, slot.copy)
-                }
-            places = {(id(slot.entries), slot.name) for slot in self._slots}
-            for slot in self._present():
-                if (id(slot.entries), slot.name) not in places:
-                    before = self._before[id(slot.entries)].get(slot.name, _ABSENT)
-                    self._slots.append(slot._replace(value=_ABSENT, copy=before))
-            advanced = [
-                slot
-                for slot in self._slots
-                if slot.is_advanced()
-                or isinstance(slot.value, nn.Parameter)
-                or (slot.module, slot.name) in self._unseen
-            ]
-            self._slots = [slot for slot in advanced if slot.module not in self._summing]
-            self._after = [_copy(slot.entries[slot.name]) for slot in self._slots]
+            self._end_first()
             return
-        for slot, after in zip(self._slots, self._after, strict=True):
-            present: Any = slot.entries.get(slot.name)
-            # A cache may have another size.
-            if isinstance(after, Tensor) and getattr(present, "shape", None) == after.shape:
-                is_close = torch.isclose(move(present, after.device), after, equal_nan=True)
-                kind = "parameter" if isinstance(slot.value, nn.Parameter) else "buffer"
-                place = f"{kind} {slot.module}.{slot.name}".replace(" .", " ")
+        present = self._tensors() if self._after else {}
+        for name, after in self._after.items():
+            buffer = present.get(name, after)
+            if buffer.shape == after.shape:  # A cache may have another one.
+                is_close = torch.isclose(move(buffer, after.device), after, equal_nan=True)
                 is_other = ~is_close.all()
-                self._differs[place] = is_other | self._differs.get(place, is_other)
+                self._differs[name] = is_other | self._differs.get(name, is_other)
+
+    def _end_first(self) -> None:
+        before = self._before
+        if self._unseen is None:
+            self._unseen = {
+                name for name, (each, copy, _) in before.items() if not are_close(each, copy)
+            }
+        self._before = {
+            name: entry
+            for name, entry in before.items()
+            if name in self._unseen | self._written.keys() or versions([entry[0]]) != [entry[2]]
+        }
+        self._entries = [each for each in self._entries if each.are_other()]
+        self._last_entries = [StateEntries(each.part) for each in self._entries]
+        self._after = {
+            name: buffer.detach().clone()
+            for name, buffer in self._tensors().items()
+            if name in self._before or name not in before or buffer is not before[name][0]
+        }
 
     @torch.no_grad()
     def undo(self) -> None:
         """Puts back the state before an update of several forwards, which has failed."""
-        for slot in self._slots:
-            slot.put(slot.copy)
+        self._put_back()
         self.reset()
 
     @torch.no_grad()
@@ -237,15 +190,14 @@ class ForwardState:
         """
         if self._after is None:
             return
-        for slot, after in zip(self._slots, self._after, strict=True):
-            slot.put(after)
+        for each in self._last_entries:
+            each.put()
+        for name, (buffer, _, _) in self._before.items():
+            buffer.copy_(self._after.get(name, buffer))
         for name, differs in self._differs.items():
             if differs:
+                kind = "parameter" if name in self._written else "buffer"
                 raise RuntimeError(
-                    f"the {name} has other values after the forward of another micro-batch, expected values that do not depend "
-                    "on the rows: write it once per update, after the step, or give micro_batch_size=None"
+                    f"the {kind} {name} has other values after the forward of another micro-batch, expected values that do not "
+                    "depend on the rows: write it once per update, after the step, or give micro_batch_size=None"
                 )
-
-
-def _copy(value: object) -> object:
-    return value.detach().clone() if isinstance(value, Tensor) else value

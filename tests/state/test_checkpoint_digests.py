@@ -30,7 +30,7 @@ def make_net():
     net[2].weight = net[0].weight
     net[3].requires_grad_(False)
     net.register_parameter("scalar", nn.Parameter(torch.tensor(2.0)))
-    net.register_parameter("brief", nn.Parameter(torch.randn(3, 2).bfloat16()))
+    net.brief = nn.Parameter(torch.randn(3, 2).bfloat16(), requires_grad=False)
     return net
 
 
