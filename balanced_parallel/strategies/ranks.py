@@ -217,12 +217,8 @@ class RankModel(ParallelModel):
     def _note_state(self) -> None:
         """Notes the layers with buffers and those with numbers, which the ranks share."""
         self._counting = [*filter(numbers_of, self._parts)]
-        # Classes of others may make buffers in any forward.
-        self._of_layers = [
-            torch_private.buffers_of(part)
-            for part in self.module.modules()
-            if torch_private.buffers_of(part) or not is_of_torch(type(part))  # type: ignore[arg-type]
-        ]
+        layers = filter(_may_advance, self.module.modules())
+        self._of_layers = [*map(torch_private.buffers_of, layers)]
         # The name of each buffer that may advance, with the others of its layer.
         self._advancing = [
             (f"{name}.{last}".removeprefix("."), torch_private.buffers_of(part), last)
@@ -239,7 +235,8 @@ class RankModel(ParallelModel):
 
     def share_by_hand(self) -> None:
         """Shares buffers after a backward by hand."""
-        if self._counting or self._of_criterion or any(self._of_layers):
+        # All ranks have the same modules, and a rank may have other state.
+        if any(map(_may_advance, self._parts)):
             facts = zip(*gather_objects((self.has_rows, self.has_written())), strict=True)
             with_rows, writes = map(list, facts)
             refuse_buffers(self.share_buffers(with_rows, writes=any(writes)))
@@ -368,6 +365,12 @@ class RankModel(ParallelModel):
         elif self.training and not self.rank_numbers.is_drawing and forward_by_row.get() is None:
             return self.rank_numbers.drawing(collectives.rank())
         return contextlib.nullcontext()
+
+
+def _may_advance(part: nn.Module) -> bool:
+    """Returns True for a module with buffers, or of a class whose forward may make some, or numbers."""
+    kind: Any = type(part)
+    return bool(torch_private.buffers_of(part)) or not is_of_torch(kind)
 
 
 class RankSync(GradientSync):

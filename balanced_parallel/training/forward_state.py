@@ -16,12 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..replicas.all_rows import sums_rows
 from ..runtime.devices import move
 from ..runtime.module_state import StateEntries, advancing_buffers, are_close, is_of_torch
-from ..runtime.torch_private import is_compiled, is_sharded, memory_of, versions, written_by
+from ..runtime.torch_private import (
+    TorchDispatchMode,
+    is_compiled,
+    is_sharded,
+    memory_of,
+    versions,
+    written_by,
+)
 
 
 class _OnWrite(TorchDispatchMode):

@@ -292,8 +292,7 @@ class Forwards:
             state.begin_forward()
         try:
             with self.precision.autocast(self.model.devices):
-                with contextlib.nullcontext() if state is None else state.watching():
-                    outputs = self.model(MicroBatch(shards))
+                outputs = self._forward(shards, state)
                 if collected is not None:
                     order = (
                         [row for shard in shards for row in shard.rows or ()]
@@ -308,6 +307,11 @@ class Forwards:
         except (TypeError, AttributeError, RuntimeError) as error:
             _explain(error, shards[0])
             raise
+
+    def _forward(self, shards: Sequence[Shard], state: ForwardState | None) -> PerReplica:
+        with contextlib.nullcontext() if state is None else state.watching():
+            outputs: PerReplica = self.model(MicroBatch(shards))
+            return outputs
 
 
 class Accumulation(Attempt):
