@@ -286,7 +286,6 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | ValueError:
 def _trace(request: Request, rows: int) -> Trace:
     """Traces the module, or the module with only some blocks of a stack."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # results.py has one for all traces.
     stack, number = request.blocks or (None, 0)
     with nullcontext() if stack is None else stack.cut(request.module, number):
         module, criterion, optimizer = fakes.fake_copy(
@@ -307,6 +306,7 @@ def _trace(request: Request, rows: int) -> Trace:
         most_rows = (request.update_rows or 0) * request.row_step
         rows_each = rows // request.row_step if most_rows else 1
         with (
+            patch.object(mode, "cache_enabled", False),  # results.py has one for all traces.
             fakes.devices_that_mix(),
             fakes.rows_of_one_sequence(),
             one_chunk(rows / most_rows if most_rows else 0.0),
