@@ -299,11 +299,15 @@ class Option:
 
         @functools.cache
         def most(device: int) -> int:
-            def fits(rows: int) -> bool:
-                return lines.reserved(device, rows * self.step, self.limits[device]) is not None
-
-            before = range(0 if self.may_differ else device)
-            return most_that_fit(fits, min([share, *map(most, before)]))
+            limit = self.limits[device]
+            bound = min([share, *map(most, range(0 if self.may_differ else device))])
+            # The first search takes no replay.
+            bound = most_that_fit(
+                lambda rows: self.context + lines.at_least(device, rows * self.step) <= limit, bound
+            )
+            return most_that_fit(
+                lambda rows: lines.reserved(device, rows * self.step, limit) is not None, bound
+            )
 
         return [most(device) for device in self.request.traced_devices]
 
@@ -405,11 +409,11 @@ class Option:
             return
         rough = Option(self.savings, request, self.capacity, self.batch_size)
         if has_small:
-            self.request = rough.request
             self.limits = [limit - 2 * self.gradients for limit in self.limits]
-        elif not all(rough.most_rows(2, 1)):
-            self.request = rough.request
-            self.traced = rough.traced
+        elif all(rough.most_rows(2, 1)):
+            return
+        self.request = rough.request
+        self.traced = rough.traced
 
     def whole_gradients(self, count: int, reserved: int) -> int:
         """Returns the bytes of gradients of sharded parameters that stay whole until the last of
@@ -491,7 +495,7 @@ class Search:
         # The layouts of a group are tried together. Shards over several devices need no more of
         # each than an optimizer on the host.
         self._groups = [layouts, on_host] if len(capacity) == 1 and on_host else [layouts]
-        *_, self._last = itertools.chain(*self._groups)
+        self._last = self._groups[-1][-1]
         self._traffic = min(option.traffic(1) for option in self._make(layouts))
 
     def run(self) -> None:
@@ -516,9 +520,10 @@ class Search:
 
     def untried(self) -> list[str]:
         """Returns the names of options that were not traced."""
-        steps = itertools.chain(*self._ladders())
         options = self._make(
-            (*layout, *step) for step in steps for layout in itertools.chain(*self._groups)
+            (*layout, *step)
+            for step in itertools.chain(*self._ladders())
+            for layout in itertools.chain(*self._groups)
         )
         return [option.name for option in options if self._is_new(option)]
 
@@ -536,8 +541,8 @@ class Search:
             try:
                 choice = option.choose(next(iter(self.choices), option))
                 self.choices[option] = choice
-                fitting = [each for each in self.choices.values() if each.fits]
-                if choice is min(fitting, key=lambda each: each.cost, default=None):
+                first = min(self.choices.values(), key=lambda each: (not each.fits, each.cost))
+                if choice.fits and choice is first:
                     _log.info("the best so far: %s", ", ".join(row_of(choice)))
             except ValueError as error:
                 self.skipped[option.name] = str(error)

@@ -48,16 +48,17 @@ class Lines:
         self.request = request
         self.first = first
         self.second = second
+        self._last = second or first
         self.start = first.marks["second"]  # the first event of the second update
         places = {str(device): place for place, device in enumerate(fake_devices(request.devices))}
         # Workspaces have the size of those of the request's kind, which the trace may not have.
         sizes = {"workspace": request.kind.workspace}
         self._bytes = [
             np.array([sizes.get(each.kind, each.size) for each in trace.blocks], dtype=np.int64)
-            for trace in (first, second or first)
+            for trace in (first, self._last)
         ]
-        self._lower = np.array([block.least for block in first.blocks], dtype=np.int64)
-        self._upper = np.array([block.most for block in first.blocks], dtype=np.int64)
+        bounds = [(block.least, block.most) for block in first.blocks]
+        self._lower, self._upper = np.array(bounds, dtype=np.int64).reshape(-1, 2).T
         # the host counts as one device more
         self._devices = np.array(
             [places.get(block.device, request.devices) for block in first.blocks], dtype=np.int64
@@ -76,23 +77,21 @@ class Lines:
     @functools.cached_property
     def difference(self) -> str:
         """The first operators that differ between the traces, as text; empty if none do."""
-        second = self.second or self.first
-        operators = [[block.operator for block in trace.blocks] for trace in (self.first, second)]
+        traces = self.first, self._last
+        operators = [[block.operator for block in trace.blocks] for trace in traces]
         for before, after in itertools.zip_longest(*operators, fillvalue="nothing"):
             if before != after:
                 return f"{after} in place of {before}"
-        return "" if self.first.events == second.events else "releases in another order"
+        return "" if self.first.events == self._last.events else "releases in another order"
 
     def sizes(self, rows: int) -> Numbers:
         """Returns the bytes of each block, without the allocator's rounding."""
         sizes, second = self._bytes
-        if self.second is not None:
-            start = self._rows(self.first.rows)
-            end = self._rows(self.second.rows)
-            steps = self._rows(rows) - start
-            spans = np.maximum(end - start, 1)
-            sizes = sizes + (second - sizes) * steps[self._devices] // spans[self._devices]
-        return np.minimum(sizes, self._upper) * (sizes > self._lower)
+        start, end = self._rows(self.first.rows), self._rows(self._last.rows)
+        steps = (self._rows(rows) - start)[self._devices]
+        sizes = sizes + (second - sizes) * steps // np.maximum(end - start, 1)[self._devices]
+        result: Numbers = np.minimum(sizes, self._upper) * (sizes > self._lower)
+        return result
 
     def _rows(self, rows: int) -> Numbers:
         """Returns the rows of each device, and those of the host, among so many rows."""
@@ -147,7 +146,7 @@ class Lines:
         ``upper`` at most.
         """
         replayed = self._replay(device, rows, capacity, upper)
-        return None if replayed is None else replayed.reserved
+        return replayed and replayed.reserved
 
     def at_least(self, device: int, rows: int) -> int:
         """Returns the most bytes of blocks in use on a device, without what the allocator does not
@@ -189,10 +188,8 @@ class Lines:
 
     def flops(self, rows: int) -> int:
         """Returns the operations of the second update."""
-        if self.second is None:
-            return self.first.flops
-        more = (self.second.flops - self.first.flops) * (rows - self.first.rows)
-        return self.first.flops + more // (self.second.rows - self.first.rows)
+        more = (self._last.flops - self.first.flops) * (rows - self.first.rows)
+        return self.first.flops + more // max(self._last.rows - self.first.rows, 1)
 
     def bytes_on_host(self, rows: int) -> int:
         """Returns the bytes per device that forward and backward of a micro-batch allocate on the

@@ -238,13 +238,7 @@ def _attention(
 
 # The first of these operators of cuBLAS in a thread allocates the workspace of its handle.
 MATRIX_PRODUCTS = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten.mv.default,
-    _aten.addmv.default,
-    _aten.dot.default,
+    getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 }
 _TORCH = str(Path(torch.__file__).parent)
 # torch wraps modes against compilation

@@ -35,7 +35,7 @@ from .estimation import MakeOptimizer, make_report, make_request
 from .problem import LossFunction, Problem
 from .report import Capacity, MemoryReport, json_of, parse_each, verdict_of, write_page
 from .savings import PLANNED, PlannedSaving, savings_of
-from .trace.layouts import OptimizerChoice, wrap
+from .trace.layouts import OptimizerChoice, trained, wrap
 from .trace.stacks import find_stack
 from .trace.tracer import keeping_processes
 
@@ -548,9 +548,7 @@ def _optimizer(
     is_of_torch = getattr(torch.optim, maker.name, None) is maker.plain_make
     name = f"torch.optim.{maker.name}" if is_of_torch else maker.name
     learned = "model.parameters()"
-    if isinstance(criterion, nn.Module) and any(
-        each.requires_grad for each in criterion.parameters()
-    ):
+    if isinstance(criterion, nn.Module) and trained(criterion.parameters()):
         learned = "[*model.parameters(), *criterion.parameters()]"
     call = f"BalancedOptimizer(model, {name}, " if chosen.balanced_optimizer else f"{name}("
     return f"{call}{', '.join([learned + _text(maker.settings), *settings])})"

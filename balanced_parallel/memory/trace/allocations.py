@@ -141,6 +141,7 @@ class Count(TorchDispatchMode):
         # The module and the line that made each node, by its number: those of the first operator
         # that finds it, since others may have no node.
         self._places: dict[int, tuple[str, str]] = {}
+        self._here: tuple[str, str] | None = None  # the place of the operator that runs
         self._older = 0  # The number of blocks before it.
         # A block, and the place of its release among the events.
         self._reused: tuple[int, int] | None = None
@@ -170,7 +171,7 @@ class Count(TorchDispatchMode):
         if any(map(is_sharded, types)):
             return NotImplemented  # The local tensor is dispatched again.
         if self._is_paused or func is _DEVICE:
-            return func(*args, **kwargs)
+            return run_once(func, args, kwargs)
         node = current_node()
         number = None if node is None else number_of(node)
         if number != self._node:
@@ -185,13 +186,15 @@ class Count(TorchDispatchMode):
         if func in IN_PLACE and isinstance(result, Tensor):
             self._reuse(func, args[0], result)
         self._take_for_operator(func, args, result)
+        self._here = None
         return result
 
     def _keep_place(self) -> None:
         """Keeps the module and the line of the node that an operator has made before it runs."""
         number = next_number() - 1
+        self._here = None
         if torch.is_grad_enabled() and number not in self._places:
-            self._places[number] = _where(self.names)
+            self._here = self._places[number] = _where(self.names)
 
     def _count_operations(self, func: Any, args: Any, kwargs: Any, result: object) -> None:
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
@@ -201,7 +204,7 @@ class Count(TorchDispatchMode):
 
     def _place(self) -> tuple[str, str]:
         """Returns the module and the line that run, or those whose backward does."""
-        module, line = _where(self.names)
+        module, line = self._here or _where(self.names)
         node = current_node()
         if node is None or module:
             return module, line
@@ -267,7 +270,7 @@ class Count(TorchDispatchMode):
             if entry is None:
                 facts = str(tensor.device), storage.nbytes(), kind, operator, *self._place()
                 self._allocate(storage, Block(*facts, stream=int(_beside.get())))
-            elif kind not in ("temporaries", self.blocks[entry[1] - 1].kind):
+            elif kind != "temporaries":
                 self._change(entry[1], kind=kind)
 
     def resize(self, storage: torch.UntypedStorage) -> None:

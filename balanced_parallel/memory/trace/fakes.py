@@ -22,48 +22,42 @@ from .private import leaves_of_tree, shared_id
 from .quantized import FourBitLinear, is_four_bit
 from .values import is_small
 
+HOME = torch.device("cpu")
 
-def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """Returns a deep copy of ``thing`` (a module, a function, a tuple of them) with fake tensors on
-    ``device``. Ties stay.
-    """
+
+def fake_copy(parts: tuple[Any, ...], mode: FakeTensorMode) -> Any:
+    """Returns deep copies of modules and functions with fake tensors. Ties stay."""
 
     def fake(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
         if id(tensor) not in memo:
-            memo[id(tensor)] = fake_like(tensor, mode, device)
+            memo[id(tensor)] = fake_like(tensor, mode, HOME)
         return memo[id(tensor)]
 
     with (
         patch.object(Tensor, "__deepcopy__", fake),
         patch.object(nn.Parameter, "__deepcopy__", fake),
     ):
-        parts = thing if isinstance(thing, tuple) else (thing,)
         modules = [
             module for part in parts if isinstance(part, nn.Module) for module in part.modules()
         ]
         try:
-            return copy.deepcopy(thing, _four_bit_layers(modules, mode, device))
+            return copy.deepcopy(parts, _four_bit_layers(modules, mode))
         # an attribute cannot be copied (a registered operator, a lock): share all plain objects
         except TypeError:
-            memo = _shared(modules) | _four_bit_layers(modules, mode, device)
-            return copy.deepcopy(thing, memo)
+            return copy.deepcopy(parts, _shared(modules) | _four_bit_layers(modules, mode))
 
 
-def _four_bit_layers(
-    modules: list[nn.Module],
-    mode: FakeTensorMode,
-    device: torch.device,
-) -> dict[int, object]:
+def _four_bit_layers(modules: list[nn.Module], mode: FakeTensorMode) -> dict[int, object]:
     """Returns a memo for ``deepcopy`` with stand-ins for layers of four bits."""
 
     def empty(*shape: int, **settings: Any) -> Tensor:
         with mode:
-            return torch.empty(*shape, device=device, **settings)
+            return torch.empty(*shape, device=HOME, **settings)
 
     memo: dict[int, object] = {}
     for module in filter(is_four_bit, modules):
         bias = module.bias
-        copied = fake_like(bias, mode, device) if isinstance(bias, Tensor) else None
+        copied = fake_like(bias, mode, HOME) if isinstance(bias, Tensor) else None
         memo[id(module)] = FourBitLinear(module, copied, empty)
     return memo
 
@@ -132,9 +126,6 @@ def names_of(modules: Mapping[str, object]) -> dict[int, str]:
     return names
 
 
-HOME = torch.device("cpu")
-
-
 def fake_devices(count: int) -> list[torch.device]:
     """Returns ``count`` devices for fake tensors: CPUs, because autograd aborts on accelerators
     that do not exist.
@@ -150,24 +141,34 @@ def host_of(count: int) -> torch.device:
 
 
 @contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Turns off the garbage collector.
+
+    Its runs depend on earlier objects, and equal traces must have equal events. It visits all
+    imported modules, more than half of the time that a plan takes between its traces.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Turns off warnings, logs, the garbage collector, and compilation, which refuses dispatch
     modes.
     """
     eager = torch.compiler.set_stance("force_eager")
-    collects = gc.isenabled()
     level = logging.root.manager.disable
-    with warnings.catch_warnings(action="ignore"), eager:
-        # The runs of the collector depend on earlier objects, and equal traces must have equal
-        # events.
-        gc.disable()
+    with warnings.catch_warnings(action="ignore"), eager, uncollected():
         logging.disable()  # Torch raises errors and logs them too; a model logs in each process.
         try:
             yield
         finally:
             logging.disable(level)
-            if collects:
-                gc.enable()
 
 
 Context = contextlib.AbstractContextManager[object]

@@ -86,6 +86,5 @@ def make_fake(
     tensor = Tensor._make_subclass(
         FakeTensor, element, False, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
     vars(tensor).update(attributes, fake_mode=mode)
     return tensor

@@ -8,6 +8,7 @@ results depend on those of its arguments alone, and a model repeats its operator
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -65,17 +66,16 @@ def run_once(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
     if (entry := _results.get(key)) is not None:
         pack, results = entry
         return pack([result and result.make(mode, args) for result in results])
-    outcome = func(*args, **kwargs)
+    # An operator that only writes has no results, and takes long for many tensors.
+    has_results = func._schema.returns or not func._schema.is_mutable
+    outcome = func(*args, **kwargs) if has_results else None
     leaves: Any = outcome if isinstance(outcome, (list, tuple)) else [outcome]
     shared = [storage_id(each.untyped_storage()) for each in tensors_of((args, kwargs))]
     described = [leaf if leaf is None else _result(leaf, args, shared) for leaf in leaves]
     if NotImplemented not in described:
-        _results[key] = _first if leaves is not outcome else type(outcome), described
+        pack = type(outcome) if leaves is outcome else operator.itemgetter(0)
+        _results[key] = pack, described
     return outcome
-
-
-def _first(leaves: list[Any]) -> object:
-    return leaves[0]
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def _is_usual(tensor: object) -> TypeGuard[FakeTensor]:
     return (
         type(tensor) is FakeTensor
         and tensor.layout is torch.strided
-        and tensor.constant is None
+        and (tensor.constant is None or not tensor.numel())
         and not tensor.dtype.is_complex
         and not tensor.is_neg()
     )

@@ -25,11 +25,13 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..problem import Request
 from .allocations import Block, Trace
 
+Numbers = NDArray[np.int64]
 FEWEST = 3  # Blocks in the shorter of two traces: one of them is neither the first nor the last.
 SHORTEST = 8  # A shorter stack is traced as it is, which takes as long as seven blocks.
 
@@ -162,8 +164,8 @@ class Entry(NamedTuple):
 
     label: tuple[Any, ...]
     number: int = 0  # The label has a # for the number of an equal block.
-    block: Block | None = None
     released: int = 0
+    block: Block | None = None
 
     @property
     def size(self) -> int:
@@ -221,9 +223,9 @@ def _count_matches(left: Sequence[Sized], right: Sequence[Sized], *, may_differ:
     )
 
 
-def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[tuple[Entry, int]]:
-    """Returns the sequence of ``more`` blocks than the shorter one has, each entry with the place
-    that it comes from.
+def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> tuple[Numbers, Numbers]:
+    """Returns the sequence of ``more`` blocks than the shorter one has: for each entry its place in
+    the shorter one; and its number, its size and its release.
 
     The longer one has one block more.
 
@@ -244,29 +246,22 @@ def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[tup
         for entries in (short, long)
     )
     places = np.arange(len(short)) + shifts
-    starts = (first + (others[places] - first) * more).tolist()
-    steps = (others[places + lengths] - others[places]).tolist()
-    targets = (np.arange(len(short)) + shifts * more).tolist()
-    result: list[Any] = [None] * (len(short) + (len(long) - len(short)) * more)
-    # The place of a release, and the label that it must be behind.
-    releases: list[tuple[int, object]] = []
-    for place, (entry, length) in enumerate(zip(short, lengths.tolist(), strict=True)):
-        for repetition in range(more + 1 if length else 1):
-            number, size, released = (
-                start + step * repetition
-                for start, step in zip(starts[place], steps[place], strict=True)
-            )
-            block = entry.block
-            if block is not None and (number, size) != (entry.number, entry.size):
-                block = block._replace(size=size, module=entry.label[0].replace("#", str(number)))
-            releases.append((released, short[entry.released].label))
-            extended = Entry(entry.label, number, block, released)
-            result[targets[place] + length * repetition] = extended, place
-    if not all(
-        0 <= place < len(result) and result[place][0].label == label for place, label in releases
-    ):
+    starts = first + (others[places] - first) * more
+    steps = others[places + lengths] - others[places]
+    counts = np.where(lengths, more + 1, 1)
+    sources = np.repeat(np.arange(len(short)), counts)
+    repetitions = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
+    order = np.argsort(sources + (shifts * more)[sources] + lengths[sources] * repetitions)
+    sources = sources[order]
+    facts = starts[sources] + steps[sources] * repetitions[order, None]
+    labels = np.array([hash(entry.label) for entry in short])
+    released = facts[:, 2]
+    if released.min() < 0 or released.max() >= len(sources):
         raise NotRepeating
-    return result
+    # A release must be behind an entry of the same label.
+    if (labels[sources[released]] != labels[first[sources, 2]]).any():
+        raise NotRepeating
+    return sources, facts
 
 
 def entries_of(trace: Trace, stack: Stack) -> list[Entry]:
@@ -283,30 +278,13 @@ def entries_of(trace: Trace, stack: Stack) -> list[Entry]:
             places[event], block = len(entries), trace.blocks[event - 1]
             module, number = stack.place(block.module)
             label = module, block.device, block.kind, block.operator, block.line, block.stream
-            entries.append(Entry(label, number, block))
+            entries.append(Entry(label, number, block=block))
         else:
             place = places.pop(-event)
             entries[place] = entries[place]._replace(released=len(entries) - 1)
     for place in places.values():
         entries[place] = entries[place]._replace(released=len(entries) - 1)
     return entries
-
-
-def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace:
-    """Returns a trace with other allocations and operations."""
-    released = collections.defaultdict[int, list[int]](list)
-    blocks: list[Block] = []
-    events: list[int] = []
-    marks: dict[str, int] = {}
-    for place, entry in enumerate(entries[:-1]):
-        if entry.block is None:
-            marks[entry.label[0]] = len(events)
-        else:
-            blocks.append(entry.block)
-            events.append(len(blocks))
-            released[entry.released].append(-len(blocks))
-        events += released.pop(place, [])
-    return dataclasses.replace(trace, blocks=blocks, events=events, marks=marks, flops=flops)
 
 
 def extend_traces(shorts: Sequence[Trace], long: Trace, stack: Stack, more: int) -> list[Trace]:
@@ -319,41 +297,53 @@ def extend_traces(shorts: Sequence[Trace], long: Trace, stack: Stack, more: int)
         NotRepeating: the traces do not show it.
     """
     *_, last = sequences = [entries_of(short, stack) for short in shorts]
-    facts = [[entry._replace(block=None) for entry in entries] for entries in sequences]
+    facts = [[entry[:3] for entry in entries] for entries in sequences]
     if any(each != facts[-1] for each in facts):
         raise NotRepeating
-    extended = extend(last, entries_of(long, stack), more)
+    sources, extended = extend(last, entries_of(long, stack), more)
+    numbers, others, released = extended.T
+    sizes = np.array([[entry.size for entry in entries] for entries in sequences])[:, sources]
+    varies = sizes != sizes[-1]
+    if (varies & (others != sizes[-1])).any():
+        raise NotRepeating  # A size depends on the rows and on the number of blocks.
     flops = (long.flops - shorts[-1].flops) * more
     return [
-        replace_entries(
+        _replace_entries(
             short,
-            _with_rows(extended, last, other),
-            short.flops + flops * short.rows // shorts[-1].rows,
+            entries,
+            np.stack((sources, numbers, row, released), 1),
+            flops * short.rows // shorts[-1].rows,
         )
-        for short, other in zip(shorts, sequences, strict=True)
+        for short, entries, row in zip(
+            shorts, sequences, np.where(varies, sizes, others), strict=True
+        )
     ]
 
 
-def _with_rows(
-    extended: Sequence[tuple[Entry, int]],
-    before: Sequence[Entry],
-    others: Sequence[Entry],
-) -> list[Entry]:
-    """Returns entries, each with its place in ``before``, with the sizes of other rows: ``others``
-    is ``before`` with those rows.
-
-    Raises:
-        NotRepeating: a size depends on the number of blocks too.
+def _replace_entries(
+    trace: Trace, entries: Sequence[Entry], extended: Numbers, flops: int
+) -> Trace:
+    """Returns a trace with further operations, and other allocations: each has the place of its
+    entry, the number of its block, its size and its release.
     """
-    entries = []
-    for entry, place in extended:
-        size = others[place].size
-        if entry.block is not None and size != before[place].size:
-            if entry.size != before[place].size:
-                raise NotRepeating
-            entry = entry._replace(block=entry.block._replace(size=size))
-        entries.append(entry)
-    return entries
+    releases = collections.defaultdict[int, list[int]](list)
+    blocks: list[Block] = []
+    events: list[int] = []
+    marks: dict[str, int] = {}
+    for place, (source, number, size, released) in enumerate(extended[:-1].tolist()):
+        label, before, _, block = entries[source]
+        if block is None:
+            marks[label[0]] = len(events)
+        else:
+            if (number, size) != (before, block.size):
+                block = block._replace(size=size, module=label[0].replace("#", str(number)))
+            blocks.append(block)
+            events.append(len(blocks))
+            releases[released].append(-len(blocks))
+        events += releases.pop(place, [])
+    return dataclasses.replace(
+        trace, blocks=blocks, events=events, marks=marks, flops=trace.flops + flops
+    )
 
 
 def find_repeated(request: Request) -> tuple[Stack, int] | None:
@@ -376,10 +366,12 @@ def find_repeated(request: Request) -> tuple[Stack, int] | None:
         with stack.cut(request.module, number):
             pieces.append(list(_pieces(request, stack)))
     try:
-        extended = extend(pieces[0], pieces[1], stack.length - FEWEST)
+        sources, facts = extend(pieces[0], pieces[1], stack.length - FEWEST)
     except NotRepeating:
         return None
-    return (stack, count) if [entry for entry, _ in extended] == pieces[2] else None
+    numbers = zip(sources, facts[:, 0], strict=True)
+    extended = [(pieces[0][place].label, number) for place, number in numbers]
+    return (stack, count) if extended == [entry[:2] for entry in pieces[2]] else None
 
 
 def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:

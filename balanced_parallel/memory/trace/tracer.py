@@ -85,7 +85,7 @@ def keeping_processes(request: Request, seconds: float = math.inf) -> Iterator[N
     """Traces ``request`` and those that follow from it in the same processes, which find torch's
     caches filled, and raises ``TimeoutError`` after so many seconds.
     """
-    with contextlib.closing(Processes([request] * 2, seconds)) as processes:
+    with contextlib.closing(Processes([request] * 2, seconds)) as processes, fakes.uncollected():
         token = _processes.set(processes)
         try:
             yield
@@ -289,7 +289,7 @@ def _trace(request: Request, rows: int) -> Trace:
     stack, number = request.blocks or (None, 0)
     with nullcontext() if stack is None else stack.cut(request.module, number):
         module, criterion, optimizer = fakes.fake_copy(
-            (request.module, request.criterion, request.optimizer), mode, HOME
+            (request.module, request.criterion, request.optimizer), mode
         )
     request = dataclasses.replace(request, optimizer=optimizer)
     host = host_of(request.devices)
@@ -306,6 +306,7 @@ def _trace(request: Request, rows: int) -> Trace:
         most_rows = (request.update_rows or 0) * request.row_step
         rows_each = rows // request.row_step if most_rows else 1
         with (
+            patch.object(mode, "cache_enabled", False),  # results.py has one for all traces.
             fakes.devices_that_mix(),
             fakes.rows_of_one_sequence(),
             one_chunk(rows / most_rows if most_rows else 0.0),
@@ -508,10 +509,9 @@ def _unknown_memory(count: Count) -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        is_value = isinstance(error, DataDependentOutputException)
         reason = (
             "gives a value that is not known"
-            if is_value
+            if isinstance(error, DataDependentOutputException)
             else "gives a result whose size depends on values"
         )
         raise UnknownMemory(
