@@ -155,16 +155,6 @@ def test_a_contrastive_loss_of_a_model_is_refused_on_ranks(sizes, way, strategy)
         assert "does not add up over the rows" in text
 
 
-def penalty_on_shards(rank, way):
-    with pytest.raises(ValueError, match="uses parameters that FSDP2 has gathered"):
-        updates_on_ranks(rank, "penalty", (4, 3), way, "fsdp")
-
-
-@pytest.mark.parametrize("way", ["by hand", None])
-def test_a_penalty_on_shards_in_the_model_is_refused(way):
-    run_ranks(2, penalty_on_shards, way)
-
-
 def test_the_first_forward_by_hand_runs_again_and_leaves_no_trace():
     plain, *inputs = problem("batch norm")
     net = copy.deepcopy(plain)
