@@ -222,9 +222,9 @@ def test_a_penalty_in_the_loss_of_a_sharded_model_fails_on_all_ranks(rank, way):
     model, criterion = parallelize(LossWithPenalty(), lambda loss: loss, strategy="fsdp")
     update = make_update(model, criterion, way)
     text = "FSDP2 has gathered, as a penalty does|1 of 2 ranks failed"
+    batch = make_batch(8 * (way == "by hand" or rank == 0))
     with pytest.raises((ValueError, RuntimeError), match=text):
-        for _ in range(2):  # The first forward by hand has whole parameters.
-            update(make_batch(8 * (way == "by hand" or rank == 0)))
+        [update(batch) for _ in range(2)]  # The first forward by hand has whole parameters.
 
 
 class Flat(nn.Module):
