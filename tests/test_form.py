@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from helpers.sources import parse
 
 import balanced_parallel
 
@@ -55,7 +56,7 @@ class Form(NamedTuple):
 
 def measure(source, place=""):
     """Returns the form of a source. Its ``place`` stands before line numbers."""
-    tree = ast.parse(source)
+    tree = parse(source)
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     code = code_tokens(tokens, docstring_lines(tree))
     comments = first_lines_of_comments(tokens)
