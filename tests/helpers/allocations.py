@@ -7,7 +7,6 @@ import torch
 from helpers.benchmarks import load
 from helpers.memory_problems import PROBLEMS
 from torch import nn
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
 from balanced_parallel import memory, parallelize
@@ -42,20 +41,6 @@ def used(
         with profile.recorded():
             run_update(net, updating, inputs, targets, micro_batch_size, precision, criterion)
     return profile.peak
-
-
-def tracked(build, batch, optimizer, precision="fp32", criterion=F.cross_entropy):
-    """Returns the peak of the tensors in the second step of the plain program in bytes, by torch's tracker."""
-    net = build()
-    inputs, targets = batch()
-    updating = optimizer(net.parameters())
-    tracker = MemTracker()
-    tracker.track_external(net, updating, inputs, targets)
-    with tracker:
-        for _ in range(2):
-            tracker.reset_mod_stats()
-            run_update(net, updating, inputs, targets, None, precision, criterion)
-    return sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
 
 
 def assert_equals_the_allocator(
