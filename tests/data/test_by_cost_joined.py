@@ -102,9 +102,10 @@ def sample_by_sample(net, samples):
     return loss.detach(), gradients(net)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", slow("eager")])
-@pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
-@pytest.mark.parametrize("limit", [slow(None), 12])
+@pytest.mark.parametrize(
+    ("attention", "devices", "limit"),
+    [("sdpa", 2, 12), slow("eager", 1, None), slow("eager", 4, 12), slow("sdpa", 4, None)],
+)
 def test_packed_rows_of_transformers(attention, devices, limit):
     net = gpt2(attention)
     samples = make_samples()
@@ -390,9 +391,15 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("pools", [True, False], ids=["graphs", "nodes"])
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("limit", [14, slow(None)])
+@pytest.mark.parametrize(
+    ("pools", "name", "limit"),
+    [
+        (True, "function", 14),
+        (False, "module", 14),
+        slow(True, "module", None),
+        slow(False, "function", None),
+    ],
+)
 def test_graphs_of_torch_geometric(double, pools, name, limit):
     pytest.importorskip("torch_geometric")
     net = GraphNet(pools)
