@@ -144,9 +144,7 @@ def causal_model(name):
         return kind(config)
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["GPT2", "Llama", "Qwen2", "Qwen3", "Mistral", "Bert"], "GPT2")
-)
+@pytest.mark.parametrize("name", slow_but(["GPT2", "Llama", "Qwen3", "Bert"], "GPT2"))
 def test_models_of_transformers_are_traced_by_few_blocks(name):
     words = torch.zeros(4, 16, dtype=torch.int64, device="meta")
     inputs = {"input_ids": words, "labels": words}

@@ -82,8 +82,7 @@ NAMES = "checkpoint_activations", "offload_activations"
 
 
 @released_at_once
-@pytest.mark.parametrize("devices", [slow(1), 2])
-@pytest.mark.parametrize("names", [slow(NAMES[:1]), slow(NAMES[1:]), NAMES], ids="+".join)
+@pytest.mark.parametrize(("names", "devices"), [(NAMES, 2), slow(NAMES[:1], 1), slow(NAMES[1:], 2)])
 @pytest.mark.usefixtures("one_trace")
 def test_saved_bytes_are_predicted(names, devices):
     rows = 4096 if "offload_activations" in names else 1024  # tensors below 1 MiB are not offloaded
