@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import simulate
 
@@ -46,21 +44,6 @@ def test_dropout_uses_the_random_state_of_its_device():
         assert F.dropout(inputs, 0.0).equal(inputs)
         assert F.dropout(inputs, 1.0).eq(0).all()
         assert F.dropout(inputs, 0.5, training=False).equal(inputs)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_repeats_the_random_numbers_of_dropout(use_reentrant):
-    with simulate(2):
-        net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4)).to("sim:1")
-        inputs = torch.randn(16, 8, device="sim:1", requires_grad=True)
-        state = torch.sim.get_rng_state(1)
-        plain = torch.autograd.grad(net(inputs).pow(2).sum(), net.parameters())
-        torch.sim.set_rng_state(state, 1)
-        checkpoint(net, inputs, use_reentrant=use_reentrant).pow(2).sum().backward()
-        assert all(
-            parameter.grad.equal(other)
-            for parameter, other in zip(net.parameters(), plain, strict=True)
-        )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
