@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import DataParallelModel, parallelize, simulate
-from balanced_parallel.runtime.random_numbers import generator_states, set_generators
 
 X = torch.ones(6, 64)
 LAYOUTS = [
@@ -214,16 +213,3 @@ def test_updates_of_ranks_with_any_rows_keep_the_generator_alike(strategy):
     )  # whose first update cuts the rows of this rank into more parts
     masks = [str(mask[:2]) for mask in (*drawn[0], *of_other[0]) if len(mask) > 1]
     assert len({*masks}) == len(masks)
-
-
-def test_saved_generators_draw_the_same_again():
-    with simulate(2):
-        devices = [torch.device("sim", index) for index in (0, 1, 0)]
-        torch.manual_seed(5)
-        torch.rand(4, device="sim:0")
-        states = generator_states(devices)
-        draws = [torch.rand(4, device=device).cpu() for device in (*devices, "cpu")]
-        set_generators(states, devices)
-        assert are_equal(
-            draws, [torch.rand(4, device=device).cpu() for device in (*devices, "cpu")]
-        )
