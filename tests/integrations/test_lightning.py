@@ -195,12 +195,6 @@ def test_metrics():
         fit(WithMetric(), BalancedStrategy(["cpu"] * 2))
 
 
-class Manual(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class WithClosure(Classifier):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.head.parameters())
@@ -212,7 +206,6 @@ class WithClosure(Classifier):
         (Contrastive, "does not add up over the rows"),
         (WithConstant, "a sum over a number"),
         (SharpeRatio, "is not a function of sums over the rows"),
-        (Manual, "has automatic_optimization=False, expected neither"),
         (lambda: torch.compile(Classifier(), backend="eager"), "is compiled"),
         (WithClosure, "LBFGS evaluates the loss several times per step"),
     ],
@@ -220,17 +213,6 @@ class WithClosure(Classifier):
 def test_what_is_refused(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         fit(make(), BalancedStrategy(["cpu"] * 2))
-
-
-class Pairs(Classifier):
-    """A module whose loss needs two rows."""
-
-    def loss(self, batch, outputs):
-        return F.mse_loss(outputs[0], outputs[1])
-
-
-def test_one_shard_may_have_a_loss_that_needs_several_rows():
-    fit(Pairs(), BalancedStrategy(["cpu"]))
 
 
 def test_a_trainer_trains_one_module_after_the_other():

@@ -27,7 +27,6 @@ from helpers.lightning_modules import (  # noqa: E402
     quiet,
 )
 from helpers.pages import blocks  # noqa: E402
-from helpers.processes import run_script  # noqa: E402
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
     BaseFinetuning,
@@ -57,17 +56,6 @@ def fit_both(make, devices=3, batches=2, **settings):
     assert_same_state(module, expected)
     assert trainer.global_step == plain.global_step
     return (plain, expected), (trainer, module)
-
-
-@pytest.mark.parametrize("batches", [1, 2])
-def test_replicas_with_weights_of_their_own(batches):
-    expected = Classifier()
-    module = Classifier()
-    fit(expected)
-    with simulate(3) as cluster:
-        strategy = BalancedStrategy(cluster.devices)
-        fit(module, strategy, batches, accelerator=SimulatedAccelerator())
-    assert_same_state(module.cpu(), expected)
 
 
 class Columns(LightningModule):
@@ -168,6 +156,7 @@ class Unfreeze(BaseFinetuning):
 PROGRAMS = {
     "sync_batchnorm": (Normed, 1, {"sync_batchnorm": True}),
     "SWA": (Normed, 1, {"sync_batchnorm": True, "max_epochs": 4}),
+    "EMA": (Classifier, 2, {"max_epochs": 4}),
     "compiled part": (Compiled, 2, {}),
     "another loss": (Annealed, 2, {}),
     "classes": (PerClass, 2, {}),
@@ -177,21 +166,23 @@ PROGRAMS = {
     "interval": (Classifier, 1, {"val_check_interval": 2, "limit_train_batches": 2}),
     "64-true": (Classifier, 2, {"precision": "64-true"}),
 }
-CALLBACKS = {"SWA": lambda: StochasticWeightAveraging(0.01, 1), "unfreezing": Unfreeze}
+CALLBACKS = {
+    "SWA": lambda: StochasticWeightAveraging(0.01, 1),
+    "EMA": lambda: EMAWeightAveraging(decay=0.5),
+    "unfreezing": Unfreeze,
+}
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs(name, device):
+def test_programs_on_devices_with_weights_of_their_own(name):
     make, batches, settings = PROGRAMS[name]
     callbacks = [[CALLBACKS[name]()] if name in CALLBACKS else [] for _ in range(2)]
     expected = make()
     module = make()
     plain = fit(expected, callbacks=callbacks[0], **settings)
     with simulate(3) as cluster:
-        if device == "sim":
-            settings = {"accelerator": SimulatedAccelerator(), **settings}
-        strategy = BalancedStrategy(["cpu"] * 3 if device == "cpu" else cluster.devices)
+        settings = {"accelerator": SimulatedAccelerator(), **settings}
+        strategy = BalancedStrategy(cluster.devices)
         trainer = fit(module, strategy, batches, callbacks=callbacks[1], **settings)
         module.cpu()
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
@@ -216,16 +207,6 @@ class TwoInputs(LightningDataModule):
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
         return batch | {"text": batch["text"] * 2}
-
-
-def test_a_data_module():
-    expected = Classifier()
-    module = Classifier()
-    Trainer(**quiet(max_epochs=2)).fit(expected, datamodule=TwoInputs())
-    strategy = BalancedStrategy(["cpu"] * 3)
-    trainer = Trainer(strategy=strategy, accumulate_grad_batches=2, **quiet(max_epochs=2))
-    trainer.fit(module, datamodule=TwoInputs(6))
-    assert_same_state(module, expected)
 
 
 def test_the_command_line():
@@ -308,23 +289,6 @@ def test_metrics_from_the_results_of_a_batch():
 
     (_, expected), (_, module) = fit_both(WithMetric, batches=1)
     assert_close(module.values, expected.values)
-
-
-@pytest.mark.parametrize(
-    "callback",
-    [
-        lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1),
-        lambda: EMAWeightAveraging(decay=0.5),
-    ],
-    ids=["SWA", "EMA"],
-)
-def test_averages_of_weights(callback):
-    expected = Classifier()
-    module = Classifier()
-    fit(expected, max_epochs=4, callbacks=[callback()])
-    strategy = BalancedStrategy(["cpu"] * 3)
-    fit(module, strategy, 2, max_epochs=4, callbacks=[callback()])
-    assert_same_state(module, expected)
 
 
 class Skipping(Classifier):
@@ -642,74 +606,3 @@ def compare_by_hand(plain, ours, shape):
     assert numbers[0] == own[0] > 6  # each step of an optimizer
     assert_same_state(module, expected)
     assert_close(own[1], numbers[1])
-
-
-class Penalized(torch.nn.Module):
-    """Scores of rows, and the norms of the gradients between them."""
-
-    def __init__(self, judge):
-        super().__init__()
-        self.judge = judge
-
-    def forward(self, real, fake, share):
-        with torch.enable_grad():  # The first update has a forward without a graph.
-            mixed = (share * real + (1 - share) * fake).requires_grad_()
-            (gradients,) = torch.autograd.grad(self.judge(mixed).sum(), mixed, create_graph=True)
-        return self.judge(real), self.judge(fake), gradients.norm(dim=1)
-
-
-def critic_loss(real, fake, norms):
-    return fake.mean() - real.mean() + 10 * (norms - 1).square().mean()
-
-
-class Wasserstein(Adversarial):
-    """WGAN-GP: a penalty of gradients, and two updates of the judge for one of the maker."""
-
-    def training_step(self, batch, batch_idx):
-        noise, share = torch.randn(len(batch[0]), 3), torch.rand(len(batch[0]), 1)
-        fake = self.maker(noise).detach()
-        self.train_judge(batch[0], fake, share)
-        if batch_idx % 2:
-            self.train_maker(noise)
-
-    def train_judge(self, *rows):
-        self.train_by_hand(self.optimizers()[1], critic_loss(*Penalized(self.judge)(*rows)))
-
-    def train_maker(self, noise):
-        loss = -self.judge(self.maker(noise)).mean()
-        self.log("maker_loss", loss)
-        self.train_by_hand(self.optimizers()[0], loss)
-
-
-class WassersteinSteps(Wasserstein):
-    """The same with a step for each optimizer."""
-
-    def on_fit_start(self):
-        def step(net, loss, optimizer):
-            model = DataParallelModel(net, ["cpu"] * 3)
-            return TrainStep(model, DataParallelCriterion(loss), optimizer)
-
-        maker, judge = self.optimizers()
-        both = torch.nn.Sequential(self.maker, self.judge)
-        self.steps = [
-            step(both, lambda scores: -scores.mean(), maker),
-            step(Penalized(self.judge), critic_loss, judge),
-        ]
-
-    def train_judge(self, *rows):
-        self.steps[1](rows)
-
-    def train_maker(self, noise):
-        self.log("maker_loss", self.steps[0](noise))
-
-
-def test_a_penalty_of_gradients_by_hand():
-    compare_by_hand(Wasserstein, WassersteinSteps, (4,))
-
-
-def test_the_program_of_the_page(tmp_path):
-    program, _ = blocks("docs/recipes/lightning.md", "py")
-    (tmp_path / "program.py").write_text(program)
-    done = run_script(tmp_path / "program.py", cwd=tmp_path, timeout=150)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [*tmp_path.glob("runs/**/events*")]
