@@ -15,7 +15,6 @@ from helpers.trainers import (
     train,
     train_plainly,
 )
-from torch import nn
 from torch.nn import functional as F
 from transformers import Trainer
 
@@ -122,63 +121,6 @@ def test_arguments_stay_after_a_failure():
             make_model("tags"), arguments, device_ids=THREE
         )
     assert (arguments.n_gpu, arguments.average_tokens_across_devices) == (0, True)
-
-
-class PatchedForward(nn.Module):
-    """A model whose forward is a method that a library has put on it."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(9, 5)
-        self.forward = self._patched
-
-    def _patched(self, words, labels=None):
-        logits = self.linear(words)
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits, "name": id(self)}
-
-
-def test_pairs_in_one_tensor():
-    """The collator stacks the first and the second halves of pairs, as TRL does."""
-    generator = torch.Generator().manual_seed(3)
-    rows = [
-        {"first": pair[0], "second": pair[1]} for pair in torch.randn(13, 2, 9, generator=generator)
-    ]
-
-    def collate(samples):
-        return {
-            "words": torch.stack(
-                [sample[name] for name in ("first", "second") for sample in samples]
-            )
-        }
-
-    class Pairs(BalancedTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            first, second = model.linear(inputs["words"]).sum(-1).chunk(2)
-            loss = -F.logsigmoid(first - second).mean()
-            return (loss, {"loss": loss, "logits": first}) if return_outputs else loss
-
-    def loss_of(model, batch):
-        first, second = (model.linear(batch[name]).sum(-1) for name in ("first", "second"))
-        return -F.logsigmoid(first - second).mean()
-
-    expected = train_plainly(PatchedForward(), rows, 6, loss_of)
-    for parts, devices in IN_PARTS:
-        arguments = make_arguments(remove_unused_columns=False, label_names=[], **parts)
-        trainer = Pairs(
-            PatchedForward(),
-            arguments,
-            train_dataset=rows,
-            eval_dataset=rows,
-            data_collator=collate,
-            device_ids=devices,
-        )
-        trainer.can_return_loss = True
-        check(train(trainer), expected)
-        with torch.no_grad():
-            assert trainer.evaluate()["eval_loss"] == pytest.approx(
-                loss_of(trainer.model, pad(rows)).item(), rel=1e-5
-            )
 
 
 def with_decay(model, inputs, items):

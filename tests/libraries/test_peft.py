@@ -170,13 +170,6 @@ def test_a_model_without_its_adapters_is_trained_on():
     check(train_in_parts(parts, nothing, torch.optim.SGD), expected, rtol=1e-8, atol=1e-10)
 
 
-def test_parameters_as_targets_are_refused():
-    """A parametrization in each forward would change the modules that replicas share."""
-    net = make(target_parameters=["bert.embeddings.word_embeddings.weight"], target_modules=[])
-    with pytest.raises(TypeError, match="target_parameters"):
-        train_in_parts(net, nothing)
-
-
 def make_llama(config):
     from transformers import LlamaConfig, LlamaForCausalLM
 
