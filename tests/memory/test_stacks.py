@@ -108,7 +108,7 @@ def adapted():
 def test_gradients_of_blocks_alone_repeat(settings):
     """The sum of a bucket comes directly behind the gradients of all blocks, and grows with them."""
     settings |= {"layout": "replicas", "devices": 2, "rows": 4}
-    repeated, whole = trace_both(request_for(adapted(), **settings))
+    repeated, whole = trace_both(request_for(adapted(), **settings), times=[1])
     assert repeated == whole
 
 
@@ -151,8 +151,7 @@ def test_models_of_transformers_are_traced_by_few_blocks(name):
     savings = [] if name == "Bert" else ["replace_lm_head"]
     settings = {"device_kind": "h200", "precision": "bf16", "savings": savings}
     problem = Problem(causal_model(name), lambda output, labels: output.loss, inputs, words)
-    request = make_request(problem, **settings)
-    repeated, whole = trace_both(request)
+    repeated, whole = trace_both(make_request(problem, **settings), times=[1])
     assert repeated == whole
 
 
@@ -172,9 +171,6 @@ class Named(Stacked):
 @pytest.mark.parametrize("kind", [Dense, Named])
 def test_blocks_that_others_read_or_name_are_traced_whole(kind):
     assert repeated_trace(request_for(kind())) is None
-    assert memory.estimate(
-        kind(), MEAN, torch.zeros(6, 24), torch.zeros(6, 24), device_kind="h200"
-    ).affine
 
 
 CHANGES = {
