@@ -473,10 +473,10 @@ CASES = [
     if (name, layout[0]) != ("sparse gradients", "simulated")
     and not (name in CHANGE and layout[1] == "added")
 ]
-# Each problem in every third layout, and each layout with every third problem.
+# Each problem in every third layout, and each layout with every third problem. Slow runs have another third.
+THIRDS = [(number + number // len(LAYOUTS)) % 3 for number in range(len(CASES))]
 IN_ONE_PROCESS = [
-    slow(*case) if (number + number // len(LAYOUTS)) % 3 else case
-    for number, case in enumerate(CASES)
+    slow(*case) if third else case for third, case in zip(THIRDS, CASES, strict=True) if third < 2
 ]
 
 
@@ -509,11 +509,12 @@ WAYS = [
     for case in pairs(["ddp", "fsdp"], [None, 2, "by hand", "asked"], CUTS)
     if case[:2] != ("fsdp", "asked")
 ]
-# Each half of the problems in three layouts of the default run.
+# Each half of the problems in three layouts of the default run, and in the others of a slow one.
 IN_RANKS = [
-    (*case, half) if number < 6 and number % 2 == half else slow(*case, half)
+    (*case, half) if number < 6 else slow(*case, half)
     for number, case in enumerate(WAYS)
     for half in (0, 1)
+    if number >= 6 or number % 2 == half
 ]
 
 
