@@ -1,7 +1,4 @@
-"""The training loops that libraries publish, in our own words: diffusers, sentence-transformers, and those of timm.
-
-timm itself needs torchvision, of which there is no build for processors alone: its losses and its mixup are written out.
-"""
+"""The training loops that libraries publish, in our own words: diffusers and sentence-transformers."""
 
 import contextlib
 
@@ -202,73 +199,3 @@ def test_embeddings_of_pairs(layout, criterion, tmp_path):
     assert_equal_loops(
         layout, lambda make: train_embeddings(make, tmp_path, criterion, whole=whole), plain
     )
-
-
-def soft_cross_entropy(output, target):
-    return torch.sum(-target * F.log_softmax(output, dim=-1), dim=-1).mean()
-
-
-def clean_and_augmented(output, target):
-    """The loss of AugMix (arXiv:1912.02781): the batch is three groups, of which one is clean."""
-    groups = output.chunk(3)
-    loss = F.cross_entropy(groups[0], target[: len(groups[0])])
-    parts = [group.softmax(1) for group in groups]
-    mixture = torch.stack(parts).mean(0).clamp(1e-7, 1).log()
-    divergence = sum(F.kl_div(mixture, part, reduction="batchmean") for part in parts)
-    return loss + 12 * divergence / 3
-
-
-def mix(images, targets):
-    """Mixes each image with that of the row at the other end, as mixup does."""
-    share = 0.7
-    soft = F.one_hot(targets, 5).double()
-    return share * images + (1 - share) * images.flip(0), share * soft + (1 - share) * soft.flip(0)
-
-
-def augment(images, targets):
-    return torch.cat([images, images + 0.1, images * 0.9]), targets.repeat(3)
-
-
-def train_images(make_update, criterion, prepare, *, whole):
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.SiLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16, 5),
-    )
-    average = torch.optim.swa_utils.AveragedModel(
-        net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    update = make_update(net, criterion, optimizer, whole=whole)
-    losses = []
-    for _ in range(3):
-        images, targets = prepare(torch.randn(7, 3, 8, 8), torch.randint(5, (7,)))
-        losses.append(update((images,), (targets,)))
-        average.to(next(net.parameters()).device)
-        average.update_parameters(net)
-    return losses, values([*net.parameters(), *average.parameters()])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("criterion", "prepare", "whole"),
-    [(soft_cross_entropy, mix, False), (clean_and_augmented, augment, True)],
-    ids=["mixup", "augmix"],
-)
-def test_images_with_an_average(layout, criterion, prepare, whole):
-    plain = train_images(plainly, criterion, prepare, whole=whole)
-    assert_equal_loops(
-        layout, lambda make: train_images(make, criterion, prepare, whole=whole), plain
-    )
-
-
-def test_a_batch_of_groups_needs_all_rows():
-    torch.manual_seed(0)
-    criterion = DataParallelCriterion(clean_and_augmented)
-    model = DataParallelModel(nn.Linear(3, 5), ["cpu"] * 2)
-    with pytest.raises(ValueError, match="whole=True"):
-        criterion(model(torch.randn(12, 3)), torch.randint(5, (12,)))
