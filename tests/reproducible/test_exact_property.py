@@ -17,7 +17,7 @@ from helpers.slow import slow
 ONE = Layout()
 # Several threads of several ranks are slow where they share few cores.
 FEW = [seed for seed in range(25) if draw_problem(seed).threads == 1]
-MANY = range(25, 45)
+MANY = range(25, 40)
 NAMED = {"ids": lambda seeds: f"{seeds[0]}-{seeds[-1]}"}
 
 
