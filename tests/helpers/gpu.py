@@ -26,11 +26,8 @@ from balanced_parallel import (
 TASKS = Path(__file__).parents[2] / "scripts" / "tasks.py"
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
 LOSS_LIMIT = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # relative, over the updates
-SLOW = [
-    "beside the CPU",
-    "behind the CPU",
-    "all in reverse",
-]  # Simulated devices; -m slow runs them.
+# Layouts of simulated devices, of which tests of other folders prove the numbers.
+SIMULATED = {"all": [], "behind the CPU": [pytest.mark.slow]}
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("default"),
@@ -38,16 +35,15 @@ ON_GPU = [
 
 
 def on(*layouts):
-    """Runs a test on layouts of the GPUs of this machine, and of two simulated devices.
+    """Runs a test on layouts of the GPUs of this machine, and on one or two of them of two simulated devices.
 
     Replicas on one device share its parameters. The first device twice therefore reaches the split, the workers and the sums of
     gradients. The CPU beside it reaches broadcasts, copies between devices and several owners of optimizer state.
     """
     gpus = [pytest.param(("gpu", layout), id=f"gpu: {layout}", marks=ON_GPU) for layout in layouts]
-    marks = [[pytest.mark.slow] if layout in SLOW else [] for layout in layouts]
     simulated = [
-        pytest.param(("sim", name), id=f"sim: {name}", marks=mark)
-        for name, mark in zip(layouts, marks, strict=True)
+        pytest.param(("sim", name), id=f"sim: {name}", marks=SIMULATED.get(name, []))
+        for name in [name for name in SIMULATED if name in layouts] or layouts[-1:]
     ]
     return pytest.mark.parametrize("machine", [*gpus, *simulated], indirect=True)
 

@@ -15,7 +15,7 @@ from balanced_parallel import (
     simulate,
 )
 
-pytestmark = pytest.mark.libraries
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("double")]
 
 LAYOUTS = ["by hand", "step", "micro-batches", "simulated, by hand", "simulated, micro-batches"]
 
@@ -75,13 +75,6 @@ def plainly(net, criterion, optimizer, *, clip=None, whole=False):
         return update_by_hand(net, criterion, optimizer, inputs, targets, clip)
 
     return update
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def mean_of_noise(output, noise, times):
