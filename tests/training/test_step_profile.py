@@ -133,7 +133,7 @@ class Net(nn.Linear):
 def run(devices):
     net = Net(4, 5)
     model = DataParallelModel(net, devices)
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), sgd(net))
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters()))
     step(torch.randn(9, 4), torch.randint(5, (9,)))
 
 
