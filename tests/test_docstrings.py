@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.sources import parse
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("balanced_parallel", "benchmarks", "examples", "scripts")
@@ -33,7 +34,7 @@ FORBIDDEN = {
 
 def definitions(source):
     """Yields the module, and all functions and classes, as ``(node, is_public)``; definitions inside functions are private."""
-    tree = ast.parse(source)
+    tree = parse(source)
     waiting = [(tree, True)]
     while waiting:
         node, is_public = waiting.pop()
@@ -102,7 +103,7 @@ def unmarked_drawings(source):
 
     Formatters fill the lines of other blocks, as those of a paragraph.
     """
-    docstring = ast.get_docstring(ast.parse(source)) or ""
+    docstring = ast.get_docstring(parse(source)) or ""
     paragraphs = docstring.split("\n\n")
     drawings = []
     for before, after in itertools.pairwise(paragraphs):

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from helpers.sources import parse
+
 import balanced_parallel
 
 PACKAGE = Path(balanced_parallel.__file__).parent
@@ -33,7 +35,7 @@ def errors_of(source):
 
     The text has all arguments. An ellipsis stands for values, but not for constants of the module.
     """
-    tree = ast.parse(source)
+    tree = parse(source)
     assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
     constants = {
         target.id: node.value

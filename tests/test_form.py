@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from helpers.sources import parse
 
 import balanced_parallel
 
 PACKAGE = Path(balanced_parallel.__file__).parent
 
 # Limits of the whole package. Lower them with what is measured. A rise has its reason in the commit.
-MOST_TOKENS = 201_145
+MOST_TOKENS = 201_700
 MOST_TOKENS_PER_LINE_OF_CODE = 9.0
 MOST_BRANCHY_FUNCTIONS = 0
 MOST_ANY_PER_1000_LINES = 18.5
@@ -55,7 +56,7 @@ class Form(NamedTuple):
 
 def measure(source, place=""):
     """Returns the form of a source. Its ``place`` stands before line numbers."""
-    tree = ast.parse(source)
+    tree = parse(source)
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     code = code_tokens(tokens, docstring_lines(tree))
     comments = first_lines_of_comments(tokens)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils.flop_counter
 from helpers.pages import ROOT
+from helpers.sources import parse
 from torch import nn
 
 import balanced_parallel
@@ -82,7 +83,7 @@ def words(source):
     """Returns the words of a source, without those of comments and docstrings."""
     docstrings = {
         line
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parse(source))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         for line in range(node.lineno, node.end_lineno + 1)
     }
@@ -98,7 +99,7 @@ def words(source):
 def definitions_of(path):
     """Returns the names that a file defines at its top."""
     names = set()
-    for node in ast.parse((PACKAGE / path).read_text(encoding="utf-8")).body:
+    for node in parse((PACKAGE / path).read_text(encoding="utf-8")).body:
         names |= {getattr(node, "name", "")}
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         names |= {each.id for each in targets if isinstance(each, ast.Name)}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.sources import parse
 from torch import nn
 
 import balanced_parallel
@@ -56,7 +57,7 @@ EXCUSES = {  # private names of other objects, with the reason
 def defined_names(source):
     """Returns the private names that a source defines: functions, classes, variables and attributes of ``self``."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
@@ -100,7 +101,7 @@ def private_names(source, defined):
 
     A name of torch may be an attribute of ``self`` if the same source defines it.
     """
-    tree = ast.parse(source)
+    tree = parse(source)
     here = defined_names(source)
     torch_names, names = imported_names(tree)
     for node in ast.walk(tree):

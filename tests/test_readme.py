@@ -23,6 +23,7 @@ import torch
 from helpers.pages import PAGES, ROOT, blocks
 from helpers.processes import run_script
 from helpers.slow import slow
+from helpers.sources import parse
 from helpers.torchrun import run_torchrun
 from test_walls import MAY_IMPORT
 
@@ -427,7 +428,7 @@ def test_the_map_of_the_folders_is_the_table_of_imports():
 def texts_of_errors():
     """Yields the constant strings of the package. What is filled in is an ellipsis."""
     for path in (ROOT / "balanced_parallel").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(
                     part.value if isinstance(part, ast.Constant) else "…" for part in node.values

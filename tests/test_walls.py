@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.sources import parse
 
 import balanced_parallel
 
@@ -77,7 +78,7 @@ def imported_modules(source, package, walk=ast.walk):
         walk: yields the nodes to look at.
     """
     found = set()
-    for node in walk(ast.parse(source)):
+    for node in walk(parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
         elif (
@@ -338,7 +339,7 @@ SETTERS = (
 
 def patches_of_torch(source):
     """Returns the lines that assign to an attribute of a module or a class of torch, also by ``del`` and by ``SETTERS``."""
-    tree = ast.parse(source)
+    tree = parse(source)
     names = {"torch", *CLASSES_OF_TORCH}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -380,7 +381,7 @@ PRONOUNS = {"one", "found", "known", "mine", "own", "some", "made", "kept", "giv
 def pronouns(source):
     """Returns the variables, arguments and attributes of a source that are called by a pronoun or a participle."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -402,7 +403,7 @@ def test_names_are_nouns():
 def test_names_of_classes_and_types_have_one_owner():
     owners = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in parse(path.read_text()).body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             names = (
                 [node.name]

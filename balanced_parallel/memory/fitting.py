@@ -140,8 +140,9 @@ def _limits(step: TrainStep, capacity: Capacity | None, request: Request) -> lis
         total = {
             device: free_bytes(device) + used[device] + request.kind.context for device in devices
         }
-    clips = step.max_grad_norm is not None
-    norms = request.kind.rounds_to * len(list(request.module.parameters())) * clips
+    norms = 0
+    if step.max_grad_norm is not None:
+        norms = request.kind.rounds_to * len(list(request.module.parameters()))
     limits = [
         total[device] // step.model.devices.count(device) - SCALARS - norms
         for device in step.model.devices

@@ -146,7 +146,7 @@ class Lines:
         ``upper`` at most.
         """
         replayed = self._replay(device, rows, capacity, upper)
-        return replayed and replayed.reserved
+        return None if replayed is None else replayed.reserved
 
     def at_least(self, device: int, rows: int) -> int:
         """Returns the most bytes of blocks in use on a device, without what the allocator does not

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.trainers import make_model, make_rows, pad
 from torch import nn
+from torch.testing import assert_close
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -52,6 +54,17 @@ def test_scatter_and_gather_keep_hugging_face_outputs():
     assert whole.keys() == output.keys()
     batch = BatchEncoding({"input_ids": torch.arange(6).view(3, 2)})
     assert [type(piece) for piece in scatter(batch, ["cpu"] * 2)] == [BatchEncoding] * 2
+
+
+def test_the_cache_of_a_model_is_gathered():
+    """It is an object with the tensors of each layer."""
+    net, batch = make_model("gpt2").eval(), pad(make_rows("gpt2", 7))
+    with torch.no_grad():
+        plain = net(**batch).past_key_values
+        found = DataParallelModel(net, ["cpu"] * 3, gather_outputs=True)(**batch).past_key_values
+    assert type(found) is type(plain)
+    for layer, expected in zip(found, plain, strict=True):
+        assert_close(layer[:2], expected[:2])
 
 
 @pytest.mark.parametrize(

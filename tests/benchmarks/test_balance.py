@@ -7,8 +7,6 @@ from helpers.benchmarks import load
 from helpers.releases import released_at_once
 from helpers.slow import slow
 
-from balanced_parallel import simulate
-
 
 @pytest.fixture(params=["language", slow("segmentation")])
 def measured(request, monkeypatch):
@@ -56,11 +54,3 @@ def test_balanced_optimizer_balances_peak_memory(measured, request):
         devices - 1
     )  # the parameters, twice
     assert ours.error < 1e-10
-
-
-def test_categories_add_up_to_the_peak_of_every_device(measured):
-    benchmark, problem, _ = measured
-    for name in benchmark.WAYS:
-        with simulate(3) as cluster:
-            benchmark.train(name, problem, cluster)
-        assert [sum(cluster.categories(index).values()) for index in range(3)] == cluster.peak

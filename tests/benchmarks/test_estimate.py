@@ -5,7 +5,7 @@ import re
 import pytest
 from helpers.benchmarks import BENCHMARKS, load
 from helpers.releases import released_at_once
-from helpers.slow import slow, slow_but
+from helpers.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("trace_in_this_process")
 
@@ -51,15 +51,11 @@ def test_report_extrapolates_to_other_numbers_of_rows(benchmark):
 
 
 @released_at_once
-@pytest.mark.parametrize(
-    ("layout", "balanced"), [slow("replicas", True), slow("torch_data_parallel", False)]
-)
-def test_estimate_of_replicas_equals_the_simulated_peak(benchmark, layout, balanced):
-    problem = benchmark.build("MLP", rows=64)
-    used = benchmark.layouts.simulated_peaks(problem, layout, balanced, "fp32")
-    guess = benchmark.estimate(
-        problem, layout=layout, devices=4, balanced_optimizer=balanced, device_kind="sim"
-    ).allocated
+@pytest.mark.slow
+def test_estimate_of_data_parallel_of_torch_equals_the_simulated_peak(benchmark):
+    problem, layout = benchmark.build("MLP", rows=64), "torch_data_parallel"
+    used = benchmark.layouts.simulated_peaks(problem, layout, False, "fp32")
+    guess = benchmark.estimate(problem, layout=layout, devices=4, device_kind="sim").allocated
     assert guess == pytest.approx(used, rel=1e-3)
 
 

@@ -64,67 +64,6 @@ def make_step(net, cut, criterion=None, devices=("cpu",) * 3, lr=0.0, **settings
     )
 
 
-# Language models of transformers
-
-
-def gpt2(attention="sdpa"):
-    from helpers.trainers import (
-        make_model,
-    )  # transformers is imported here, since ranks import this file
-
-    net = make_model("gpt2").double()
-    net.set_attn_implementation(attention)
-    net.config.use_cache = False  # The mask of a packed row would be that of one long sample.
-    return net
-
-
-def flatten(samples):
-    from transformers import DataCollatorWithFlattening
-
-    return Whole(DataCollatorWithFlattening()(samples))
-
-
-def loss_of_tokens(output, labels):
-    return F.cross_entropy(
-        output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    )  # The mean of transformers is in float32.
-
-
-def sample_by_sample(net, samples):
-    """Returns the loss and the gradients of the plain model, which sees one sample at a time."""
-    net = copy.deepcopy(net)
-    logits = [net(torch.tensor([sample["input_ids"]])).logits[0, :-1] for sample in samples]
-    loss = F.cross_entropy(
-        torch.cat(logits),
-        torch.tensor([word for sample in samples for word in sample["input_ids"][1:]]),
-    )
-    loss.backward()
-    return loss.detach(), gradients(net)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", slow("eager")])
-@pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
-@pytest.mark.parametrize("limit", [slow(None), 12])
-def test_packed_rows_of_transformers(attention, devices, limit):
-    net = gpt2(attention)
-    samples = make_samples()
-    expected = sample_by_sample(net, samples)
-    cut = ByCost(tokens_of, collate=flatten, combine=sum, limit=limit)
-    step = make_step(net, cut, DataParallelCriterion(loss_of_tokens), ["cpu"] * devices)
-    loss, outputs = step(samples, return_outputs=True)
-    assert_equal(loss, net, expected)
-    tokens = [output.logits.shape[1] for output in outputs]
-    assert sum(tokens) == sum(LENGTHS)
-    assert max(tokens) == (
-        12 if limit else -(-sum(LENGTHS) // devices)
-    )  # no device has more than its share
-    if len(outputs) < len(samples):
-        with pytest.raises(
-            ValueError, match="rows of the batch, expected as many for a cut by cost"
-        ):
-            outputs.logits.gather()
-
-
 # A model of one packed row, of which each position knows its sample
 
 
@@ -298,7 +237,11 @@ def test_jagged_tensors_are_made_on_each_device(double):
     loss = F.cross_entropy(plain(rows), tags)
     loss.backward()
     cut = ByCost(lambda sample: len(sample[0]), collate=join_nested, combine=sum, limit=12)
-    assert_equal(make_step(net, cut)(samples), net, (loss.detach(), gradients(plain)))
+    found, outputs = make_step(net, cut)(samples, return_outputs=True)
+    assert_equal(found, net, (loss.detach(), gradients(plain)))
+    assert max(map(len, outputs)) == 12
+    with pytest.raises(ValueError, match="rows of the batch, expected as many for a cut by cost"):
+        outputs.gather()
     criterion = DataParallelCriterion(
         lambda output, tags: F.cross_entropy(output, tags), weight="rows"
     )
@@ -390,9 +333,15 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("pools", [True, False], ids=["graphs", "nodes"])
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("limit", [14, slow(None)])
+@pytest.mark.parametrize(
+    ("pools", "name", "limit"),
+    [
+        (True, "function", 14),
+        (False, "module", 14),
+        slow(True, "module", None),
+        slow(False, "function", None),
+    ],
+)
 def test_graphs_of_torch_geometric(double, pools, name, limit):
     pytest.importorskip("torch_geometric")
     net = GraphNet(pools)

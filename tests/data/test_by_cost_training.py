@@ -148,7 +148,7 @@ def test_unequal_devices_are_refused():
     step = TrainStep(
         model,
         DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(model.parameters()),
+        sgd(model),
         **with_cut(**SAMPLES),
     )
     with pytest.raises(

@@ -86,16 +86,6 @@ class AnyOrder(nn.Module):
         return sum_in_any_order(x)
 
 
-class Permuted(nn.Module):
-    """Sums of terms that chance assigns."""
-
-    def forward(self, x):
-        order = torch.from_numpy(
-            np.random.default_rng(SYSTEM.getrandbits(64)).permutation(x.numel())
-        )
-        return x + torch.zeros(6).index_add_(0, order % 6, x.flatten())
-
-
 class PythonRandom(nn.Module):
     def forward(self, x):
         return x * SYSTEM.random()
@@ -170,7 +160,6 @@ AFTER_INNER = "equal up to gradient that reaches blocks.1.inner (OnlyGradient)"
     [
         (ClockInBuffer, "output of blocks.1.inner (ClockInBuffer)"),
         (AnyOrder, "output of blocks.1.inner (AnyOrder)"),
-        (Permuted, "output of blocks.1.inner (Permuted)"),
         (PythonRandom, "output of blocks.1.inner (PythonRandom)"),
         (FromNumpy, "output of blocks.1.inner (FromNumpy)"),
         (OnlyGradient, f"gradient that reaches blocks.1.dropout (Dropout); {AFTER_INNER}"),

@@ -110,9 +110,9 @@ def leave_untraced(request, rows):
     """Traces nothing, in the place of a trace of all blocks."""
 
 
-def trace_both(request):
-    """Returns two traces from few blocks, and those of all blocks, as tuples of what an estimate reads."""
-    numbers = rows_of(request), 2 * rows_of(request)
+def trace_both(request, times=(1, 2)):
+    """Returns traces from few blocks and from all, for some times the rows, as tuples of what an estimate reads."""
+    numbers = [count * rows_of(request) for count in times]
     whole = [tracer._trace(request, rows) for rows in numbers]
     few = tracer._traces_of([(request, rows) for rows in numbers], leave_untraced)
     return [

@@ -132,11 +132,11 @@ def test_an_operation_without_a_graph_is_exact_by_hand_and_refused_in_two_passes
         train(model, DataParallelCriterion(loss_inside), tuple(inputs), 2)
 
 
-def updates_on_ranks(rank, more, sizes, way, strategy, updates=3):
+def updates_on_ranks(rank, more, sizes, way, strategy):
     net, *inputs = problem(more)
     model, criterion = parallelize(net, loss_inside, ["cpu"], strategy=strategy)
     rows = tuple(tensor.split(sizes)[rank] for tensor in inputs)
-    losses = train(model, criterion, rows, way, updates)
+    losses = train(model, criterion, rows, way)
     whole = [getattr(each, "full_tensor", each.detach)() for each in model.parameters()]
     return losses, [each.detach() for each in whole]
 
@@ -153,16 +153,6 @@ def refusal_on_ranks(rank, more, sizes, way, strategy):
 def test_a_contrastive_loss_of_a_model_is_refused_on_ranks(sizes, way, strategy):
     for text in run_ranks(2, refusal_on_ranks, "contrastive", sizes, way, strategy):
         assert "does not add up over the rows" in text
-
-
-def penalty_on_shards(rank, way):
-    with pytest.raises(ValueError, match="uses parameters that FSDP2 has gathered"):
-        updates_on_ranks(rank, "penalty", (4, 3), way, "fsdp", updates=1)
-
-
-@pytest.mark.parametrize("way", ["by hand", None])
-def test_a_penalty_on_shards_in_the_model_is_refused(way):
-    run_ranks(2, penalty_on_shards, way)
 
 
 def test_the_first_forward_by_hand_runs_again_and_leaves_no_trace():

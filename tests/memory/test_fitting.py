@@ -43,8 +43,6 @@ def several(model):
 
 
 OPTIMIZERS = {
-    "AdamW": adamw,
-    "SGD": lambda model: sgd(model),
     "momentum": lambda model: sgd(model, momentum=0.9),
     "groups": groups,
     "several": several,

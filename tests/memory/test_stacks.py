@@ -96,9 +96,9 @@ def test_few_blocks_make_the_trace_of_all(monkeypatch, name):
     assert repeated == whole
 
 
-def adapted(depth=10):
+def adapted():
     """Returns blocks of which two layers learn, as with adapters, and frozen layers around them."""
-    module = Stacked(depth).requires_grad_(False)
+    module = Stacked().requires_grad_(False)
     for block in module.blocks:
         block.layers.requires_grad_(True)
     return module
@@ -107,7 +107,8 @@ def adapted(depth=10):
 @pytest.mark.parametrize("settings", [{"micro_batch_size": 1}, slow({})])
 def test_gradients_of_blocks_alone_repeat(settings):
     """The sum of a bucket comes directly behind the gradients of all blocks, and grows with them."""
-    repeated, whole = trace_both(request_for(adapted(), layout="replicas", devices=2, **settings))
+    settings |= {"layout": "replicas", "devices": 2, "rows": 4}
+    repeated, whole = trace_both(request_for(adapted(), **settings), times=[1])
     assert repeated == whole
 
 
@@ -143,17 +144,14 @@ def causal_model(name):
         return kind(config)
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["GPT2", "Llama", "Qwen2", "Qwen3", "Mistral", "Bert"], "GPT2")
-)
+@pytest.mark.parametrize("name", slow_but(["GPT2", "Llama", "Qwen3", "Bert"], "GPT2"))
 def test_models_of_transformers_are_traced_by_few_blocks(name):
     words = torch.zeros(4, 16, dtype=torch.int64, device="meta")
     inputs = {"input_ids": words, "labels": words}
     savings = [] if name == "Bert" else ["replace_lm_head"]
     settings = {"device_kind": "h200", "precision": "bf16", "savings": savings}
     problem = Problem(causal_model(name), lambda output, labels: output.loss, inputs, words)
-    request = make_request(problem, **settings)
-    repeated, whole = trace_both(request)
+    repeated, whole = trace_both(make_request(problem, **settings), times=[1])
     assert repeated == whole
 
 
@@ -173,9 +171,6 @@ class Named(Stacked):
 @pytest.mark.parametrize("kind", [Dense, Named])
 def test_blocks_that_others_read_or_name_are_traced_whole(kind):
     assert repeated_trace(request_for(kind())) is None
-    assert memory.estimate(
-        kind(), MEAN, torch.zeros(6, 24), torch.zeros(6, 24), device_kind="h200"
-    ).affine
 
 
 CHANGES = {

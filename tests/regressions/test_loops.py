@@ -80,9 +80,9 @@ class TestMicroBatches:
         assert_same_gradients(gradients(module), expected_gradients)
         assert_close(outputs.gather(), module(x, scale))
         with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1"):
-            TrainStep(
-                model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters())
-            )((x, Whole(scale)), target)
+            TrainStep(model, DataParallelCriterion(nn.MSELoss()), sgd(module))(
+                (x, Whole(scale)), target
+            )
 
     def test_divisors_that_are_not_known_before_the_first_micro_batch_raise_an_error(self):
         split = DataParallelCriterion(
@@ -90,12 +90,12 @@ class TestMicroBatches:
             weight=lambda output, target: (len(output), output.numel()),
         )
         model = DataParallelModel(build_net(), CPUS)
-        step = TrainStep(model, split, torch.optim.SGD(model.parameters()))
+        step = TrainStep(model, split, sgd(model))
         steps = r".* before the first micro-batch: .*functions of the targets alone.*weight=\{.*in place of TrainStep"
         with pytest.raises(ValueError, match="divisors of their own" + steps):
             step(torch.randn(7, 4), torch.rand(7, CLASSES))
         counted = DataParallelCriterion(split.module, weight=(len, lambda target: 2 * len(target)))
-        step = TrainStep(model, counted, torch.optim.SGD(model.parameters()))
+        step = TrainStep(model, counted, sgd(model))
         with pytest.raises(ValueError, match=r"divisors of their own.*step\(inputs, targets\)"):
             step.add(torch.randn(7, 4), torch.rand(7, CLASSES))
 
@@ -107,6 +107,4 @@ class TestMicroBatches:
             DataParallelCriterion(nn.MSELoss())(PerReplica([], []), torch.zeros(0, CLASSES))
         model = DataParallelModel(build_net(), CPUS, gather_outputs=True)
         with pytest.raises(TypeError, match="gather_outputs=True, expected outputs that stay"):
-            TrainStep(
-                model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(model.parameters())
-            )
+            TrainStep(model, DataParallelCriterion(nn.MSELoss()), sgd(model))

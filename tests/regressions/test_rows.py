@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls
+from helpers.optimizers import sgd
 from helpers.problems import CLASSES, build_net
 from torch import nn
 from torch.testing import assert_close
@@ -165,7 +166,7 @@ class TestListsOfOutputs:
 
         texts, labels = self.batch()
         module = Calls(lambda net, texts: {"texts": [net(text) for text in texts]})
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer = sgd(module)
         model = DataParallelModel(module, CPUS)
         step = TrainStep(model, DataParallelCriterion(mean_of_texts), optimizer, micro_batch_size=1)
         with pytest.raises(ValueError, match="rows together raise"):
@@ -179,7 +180,7 @@ class TestListsOfOutputs:
 
         module, (texts, labels) = self.outputs(), self.batch()
         model, rows = DataParallelModel(module, CPUS), (Rows(texts), Rows(labels))
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer = sgd(module)
         settings = {"micro_batch_size": micro_batch_size}
         step = TrainStep(model, DataParallelCriterion(mean_of_texts), optimizer, **settings)
         with pytest.raises(ValueError, match="expected the same means .* give weight=") as caught:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layouts import make_update
 from helpers.plain import Plain
 from helpers.ranks import on_ranks
 from helpers.steps import make_step, parallel_step
@@ -214,16 +215,16 @@ def test_a_criterion_may_fail_in_the_first_update_of_shards(rank, rows, limit):
     assert losses[1] < losses[0]
 
 
-@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("way", [None, 2, "by hand"])
 @on_ranks(2)
-def test_a_penalty_in_the_loss_of_a_sharded_model_fails_on_all_ranks(rank, limit):
+def test_a_penalty_in_the_loss_of_a_sharded_model_fails_on_all_ranks(rank, way):
     """A rank without rows waited until the timeout."""
-    net = LossWithPenalty()
-    step = parallel_step(net, lambda loss: loss, strategy="fsdp", micro_batch_size=limit)
-    inputs, target = make_batch(8 * (rank == 0))
-    text = "1 of 2 ranks failed" if rank else "FSDP2 has gathered, as a penalty does"
+    model, criterion = parallelize(LossWithPenalty(), lambda loss: loss, strategy="fsdp")
+    update = make_update(model, criterion, way)
+    text = "FSDP2 has gathered, as a penalty does|1 of 2 ranks failed"
+    batch = make_batch(8 * (way == "by hand" or rank == 0))
     with pytest.raises((ValueError, RuntimeError), match=text):
-        step((inputs, target))
+        update(batch)
 
 
 class Flat(nn.Module):

@@ -23,7 +23,6 @@ The other tests have the same results. The function ``torch.nn.parallel.data_par
 it copies all parameters at each call.
 """
 
-import copy
 import gc
 import re
 
@@ -31,7 +30,6 @@ import pytest
 import torch
 from helpers.optimizers import sgd
 from torch import nn
-from torch.testing import assert_close
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 
@@ -141,22 +139,3 @@ def test_gather_cpu(devices):
     assert gather(parts, "cpu").device.type == "cpu"
     with pytest.raises(ValueError, match="there is no device -1"):  # torch: the CPU
         gather(parts, -1)
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(
-    "norm",
-    [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm],
-    ids=["hook", "parametrized"],
-)
-def test_spectral_norm(devices, norm):
-    net = norm(nn.Linear(3, 4))
-    inputs = torch.randn(2, 3)
-    plain = copy.deepcopy(net)
-    model = wrap(net, devices)
-    for one in (model, plain):
-        (one(inputs) + one(inputs)).sum().backward()
-    for (name, parameter), other in zip(net.named_parameters(), plain.parameters(), strict=True):
-        assert_close(parameter.grad.cpu(), other.grad, msg=name)
-    for (name, buffer), other in zip(net.named_buffers(), plain.buffers(), strict=True):
-        assert_close(buffer.cpu(), other, msg=name)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.optimizers import sgd
 from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
 from helpers.steps import make_step, parallel_step
@@ -189,14 +190,14 @@ def write_on_ranks(rank):
     model, criterion = parallelize(
         Writing(WRITES["with gradients"]), nn.CrossEntropyLoss(), ["cpu"]
     )
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **BITS)
+    step = TrainStep(model, criterion, sgd(model), **BITS)
     rows = slice(0, 4) if rank == 0 else slice(4, ROWS)
     with pytest.raises(
         (ValueError, RuntimeError), match="the buffer mean( has other values|, exp)"
     ):
         step(*(part[rows] for part in batch()))
     model, criterion = parallelize(Writing(lambda *_: None), nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **BITS)
+    step = TrainStep(model, criterion, sgd(model), **BITS)
     step(*(part[rows] for part in batch()))
     return step.digest()
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers.by_row import has_kernels_of_torch
 from helpers.fsdp import whole
+from helpers.optimizers import sgd
 from helpers.ranks import run_ranks
 from helpers.steps import make_step as make_step_of
 from helpers.steps import parallel_step
@@ -237,7 +238,7 @@ def step_of_parts(drop, devices=1, strategy=None):
     else:
         model = DataParallelModel(net, ["cpu"] * devices)
         criterion = DataParallelCriterion(nn.MSELoss())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     return TrainStep(model, criterion, optimizer, reproducible=True)
 
 
@@ -530,7 +531,7 @@ def test_a_forward_that_differentiates_by_its_inputs_draws_the_same_numbers():
         step = TrainStep(
             DataParallelModel(net, ["cpu"] * devices),
             criterion,
-            torch.optim.SGD(net.parameters(), lr=0.1),
+            sgd(net),
             micro_batch_size=limit,
             reproducible=True,
         )

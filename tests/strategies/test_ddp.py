@@ -252,8 +252,9 @@ def check_loop(rank, first_is_empty, method):
     return model.module.forwards.item(), torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("method", [None, "features"])
-@pytest.mark.parametrize("first_is_empty", [False, True])
+@pytest.mark.parametrize(
+    ("first_is_empty", "method"), [(False, "features"), (True, None), slow(True, "features")]
+)
 def test_rank_without_rows_takes_part_in_a_loop_by_hand(first_is_empty, method):
     (forwards, random_numbers), others = run_ranks(
         2, check_loop, first_is_empty, method, timeout=60

@@ -248,14 +248,6 @@ def test_failures_have_clear_errors_and_the_step_can_be_repeated(rank):
     with torch.no_grad():
         model(inputs)
 
-    learned = nn.AdaptiveLogSoftmaxWithLoss(5, 5, cutoffs=[2])
-    model, criterion = shard(build_net(), learned)
-    with pytest.raises(
-        ValueError,
-        match=r"the criterion has a parameter of shape \(3, 5\) to train, .*make it part of .*call requires_grad_\(False\)",
-    ):
-        TrainStep(model, criterion, sgd(model))
-
 
 @on_ranks(2)
 def test_layers_frozen_in_a_forward_without_gradients_are_trained_afterwards(rank):

@@ -241,6 +241,6 @@ def test_a_criterion_that_counts_comes_after_a_forward_by_hand(rank):
     model = parallelize(nn.Linear(4, 2), device_ids=["cpu"], strategy="ddp")
     model(torch.randn(rows, 4))
     criterion = DataParallelCriterion(Counting())
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+    step = TrainStep(model, criterion, sgd(model))
     step(torch.randn(rows, 4), torch.randn(rows, 2))
     assert criterion.module.calls == 1

@@ -95,7 +95,6 @@ SETTINGS = {
         {"max_grad_norm": 2.0},
         "max_grad_norm: 1.0 on rank 0 and 2.0 on rank 1",
     ),
-    "no clip": ({}, {"max_grad_norm": 2.0}, "max_grad_norm: None on rank 0 and 2.0 on rank 1"),
     "precision": ({}, {"precision": "bf16"}, "precision: fp32 on rank 0 and bf16 on rank 1"),
     "auto": (
         {},
