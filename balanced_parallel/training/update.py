@@ -292,14 +292,10 @@ class Forwards:
             state.begin_forward()
         try:
             with self.precision.autocast(self.model.devices):
-                outputs = self._forward(shards, state)
+                with contextlib.nullcontext() if state is None else state.watching():
+                    outputs = self.model(MicroBatch(shards))
                 if collected is not None:
-                    order = (
-                        [row for shard in shards for row in shard.rows or ()]
-                        if self._keeps_order
-                        else None
-                    )
-                    collected.append(detach_outputs(outputs, order))
+                    collected.append(detach_outputs(outputs, self._order_of(shards)))
                 losses = compute(Calls(self.copies, outputs, shards))
                 if state is not None and any(outputs.sizes):
                     state.end_forward()
@@ -308,10 +304,11 @@ class Forwards:
             _explain(error, shards[0])
             raise
 
-    def _forward(self, shards: Sequence[Shard], state: ForwardState | None) -> PerReplica:
-        with contextlib.nullcontext() if state is None else state.watching():
-            outputs: PerReplica = self.model(MicroBatch(shards))
-            return outputs
+    def _order_of(self, shards: Sequence[Shard]) -> list[int] | None:
+        """Returns the rows of outputs that are not in the order of the batch."""
+        if not self._keeps_order:
+            return None
+        return [row for shard in shards for row in shard.rows or ()]
 
 
 class Accumulation(Attempt):

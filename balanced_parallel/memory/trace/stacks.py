@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ..problem import Request
 from .allocations import Block, Trace
 
-Numbers = NDArray[np.int64]
+Integers = NDArray[np.int64]
 FEWEST = 3  # Blocks in the shorter of two traces: one of them is neither the first nor the last.
 SHORTEST = 8  # A shorter stack is traced as it is, which takes as long as seven blocks.
 
@@ -223,7 +223,7 @@ def _count_matches(left: Sequence[Sized], right: Sequence[Sized], *, may_differ:
     )
 
 
-def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> tuple[Numbers, Numbers]:
+def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> tuple[Integers, Integers]:
     """Returns the sequence of ``more`` blocks than the shorter one has: for each entry its place in
     the shorter one; and its number, its size and its release.
 
@@ -321,7 +321,7 @@ def extend_traces(shorts: Sequence[Trace], long: Trace, stack: Stack, more: int)
 
 
 def _replace_entries(
-    trace: Trace, entries: Sequence[Entry], extended: Numbers, flops: int
+    trace: Trace, entries: Sequence[Entry], extended: Integers, flops: int
 ) -> Trace:
     """Returns a trace with further operations, and other allocations: each has the place of its
     entry, the number of its block, its size and its release.
