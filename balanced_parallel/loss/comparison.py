@@ -126,6 +126,7 @@ class ComparisonOfSums:
         self._rows = 0  # the rows in the samples of this rank
         self._model: ParallelModel | None = None
         self._is_of_model = False  # The model computes the loss.
+        self._is_alone = False  # Samples are those of one forward.
 
     def of_model(self, model: ParallelModel | None) -> Self:
         """Tells the model, which may compute the loss. Without it, its rows are not compared."""
@@ -247,7 +248,10 @@ class ComparisonOfSums:
         self._compare(self.samples, device)
 
     def compare_alone(self, device: torch.device, *, of_one_row: bool) -> None:
-        """Compares the samples of one forward. One of one row waits for another."""
+        """Compares the samples of one forward. One of one row, or whose halves raise, waits for
+        another.
+        """
+        self._is_alone = True
         if self.copies.checks is not None:
             self._compare(self.copies.checks.take(self.samples, of_one_row=of_one_row), device)
 
@@ -304,8 +308,8 @@ class ComparisonOfSums:
     def _halve(
         self, samples: Sequence[Sample], constant: set[str], device: torch.device
     ) -> list[tuple[Sample, list[Sums]]]:
-        """Returns samples with the statistics of their halves. A row that is not complete alone is
-        left out.
+        """Returns samples with the statistics of their halves, or of all rows where a half of one of
+        several raises. A row that is not complete alone is left out.
         """
         parts = []
         for sample in samples:
@@ -318,8 +322,15 @@ class ComparisonOfSums:
             except Exception as error:  # noqa: BLE001 - it may raise anything
                 if sample.rows == 1:
                     continue
-                reason = f"half of the first rows raises {type(error).__name__}: {error}"
-                self._refuse(sample.reason or reason, error)
+                checks = self.copies.checks
+                if sample.reason or checks is None:
+                    reason = f"half of the first rows raises {type(error).__name__}: {error}"
+                    self._refuse(sample.reason or reason, error)
+                # It may need the longest row of the shard. Shards together have those of all.
+                if len(samples) == 1:
+                    checks.postpone([sample] if self._is_alone else [])
+                    return []
+                halves = self._sums_of(sample.pair, [sample.rows], device)
             if halves:
                 parts.append((sample, halves))
         return parts

@@ -115,6 +115,11 @@ class Checks:
         self._forms.add(form)
         return is_new or bool(self.pending) or not self._calls & (self._calls - 1)
 
+    def postpone(self, samples: list[object]) -> None:
+        """Makes the next comparison due, with these samples too."""
+        self.pending = samples
+        self._forms.clear()
+
     def take(self, samples: list[object], *, of_one_row: bool) -> list[object]:
         """Returns samples with the one that was pending, or keeps that of one row."""
         samples = self.pending + samples

@@ -478,3 +478,51 @@ def test_forces_of_a_mean_or_without_a_graph_are_an_error(net, text):
         step(make_batch())
     notes = "".join(getattr(error.value, "__notes__", []))
     assert "block of torch.enable_grad()" in notes or isinstance(error.value, ValueError)
+
+
+class Trims(nn.Module):
+    """Has outputs of as many positions as the longest row of its batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(11, 4), nn.Linear(4, 3)
+
+    def forward(self, words, lengths):
+        return self.head(self.words(words[:, : int(lengths.max())]))
+
+
+def over_words(output, labels, lengths):
+    longest = int(lengths.max())
+    mask = torch.arange(longest) < lengths[:, None]
+    losses = F.cross_entropy(output.flatten(0, 1), labels[:, :longest].flatten(), reduction="none")
+    return (losses.view(mask.shape) * mask).sum() / mask.sum()
+
+
+def over_pairs(output, labels, lengths):
+    """Needs an even number of rows, and compares the first half of them with the second."""
+    first, second = output[:, 0, 0].view(2, -1)
+    return (first - second).square().mean()
+
+
+def lines_of(number):
+    torch.manual_seed(number)
+    lengths = torch.randint(1, 9, (8,))
+    return (torch.randint(11, (8, 8)), lengths), (torch.randint(3, (8, 8)), lengths)
+
+
+@pytest.mark.parametrize(("devices", "limit"), [(4, None), (1, 2), (2, 2)])
+@pytest.mark.usefixtures("double")
+def test_a_criterion_that_needs_the_longest_row_of_its_shard(devices, limit):
+    """It was refused, since a half of the rows raises."""
+    plain = Plain(Trims(), over_words)
+    step = make_step(Trims(), over_words, devices=devices, micro_batch_size=limit)
+    for number in range(5):
+        assert_close(step(*lines_of(number)), plain(*lines_of(number)))
+
+
+@pytest.mark.parametrize(("devices", "limit"), [(4, None), (1, 2), (2, 2)])
+def test_rows_that_depend_on_each_other_are_refused_where_halves_raise(devices, limit):
+    step = make_step(Trims(), over_pairs, devices=devices, micro_batch_size=limit)
+    with pytest.raises(ValueError, match="does not add up over the rows"):
+        [step(*lines_of(number)) for number in range(2)]
