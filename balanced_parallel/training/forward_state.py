@@ -12,7 +12,7 @@ micro-batch count.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,14 @@ class _OnWrite(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
+class _Copy(NamedTuple):
+    """A tensor with its values and its version before an update."""
+
+    tensor: Tensor
+    values: Tensor
+    version: int
+
+
 class ForwardState:
     """Buffers and numbers of modules, which advance once in an update of several forwards, and
     parameters that forwards write.
@@ -72,7 +80,7 @@ class ForwardState:
         # Buffers by name, whose writes no version counter shows, as those by .data.
         self._unseen: set[str] | None = None
         self._module = module
-        self._is_eager = not any(map(is_compiled, names))
+        self._is_compiled = any(map(is_compiled, names))
         self._written: dict[str, Tensor] = {}  # The parameters that forwards write, by name.
         self._updates = 0
         self.reset()
@@ -81,8 +89,7 @@ class ForwardState:
         """Begins an update, which may have a single forward."""
         self.is_open = False
         self._entries: list[StateEntries] = []
-        # Tensors with their copies and versions, by name.
-        self._before: dict[str, tuple[Tensor, Tensor, int]] = {}
+        self._before: dict[str, _Copy] = {}  # The keys are names of tensors.
         self._after: dict[str, Tensor] | None = None
         self._differs: dict[str, Tensor] = {}  # Flags of the tensors, read at the end.
 
@@ -94,7 +101,7 @@ class ForwardState:
         self._entries = [*map(StateEntries, self._parts)]
         self._updates += 1
         self._before = {
-            name: (tensor, tensor.detach().clone(), versions([tensor])[0])
+            name: _Copy(tensor, tensor.detach().clone(), versions([tensor])[0])
             for name, tensor in self._tensors().items()
         }
 
@@ -112,8 +119,7 @@ class ForwardState:
 
         The first one of the 1st, 2nd, 4th, 8th, ... update shows the parameters that it writes.
         """
-        is_due = self._updates.bit_count() == 1 and self._is_eager
-        if self._after is not None or not is_due:
+        if self._after is not None or self._updates.bit_count() > 1 or self._is_compiled:
             yield
             return
         before = {
@@ -122,20 +128,20 @@ class ForwardState:
             if not (is_sharded(parameter) or name in self._written)
         }
 
-        def take(memory: int, copy: Tensor) -> None:
-            name, parameter, _ = before.pop(memory)
-            self._written[name] = parameter
-            self._before[name] = parameter, copy, 0
-
         def write(tensors: list[Tensor]) -> None:
-            for memory in {*map(memory_of, tensors)} & before.keys():
-                take(memory, before[memory][-1].clone())
+            for memory in before.keys() & map(memory_of, tensors):
+                name, parameter, values = before.pop(memory)
+                self._take_written(name, parameter, values.clone())
 
         with _OnWrite(write):
             yield
-        for memory, (_, parameter, values) in [*before.items()]:
+        for memory, (name, parameter, values) in before.items():
             if memory_of(parameter) != memory:  # parameter.data = other
-                take(memory, values)
+                self._take_written(name, parameter, values)
+
+    def _take_written(self, name: str, parameter: Tensor, values: Tensor) -> None:
+        self._written[name] = parameter
+        self._before[name] = _Copy(parameter, values, 0)
 
     @torch.no_grad()
     def begin_forward(self) -> None:
@@ -144,10 +150,10 @@ class ForwardState:
             self._put_back()
 
     def _put_back(self) -> None:
-        for each in self._entries:
-            each.put()
-        for buffer, copy, _ in self._before.values():
-            buffer.copy_(copy)
+        for entries in self._entries:
+            entries.put()
+        for each in self._before.values():
+            each.tensor.copy_(each.values)
 
     @torch.no_grad()
     def end_forward(self) -> None:
@@ -157,9 +163,9 @@ class ForwardState:
             return
         present = self._tensors() if self._after else {}
         for name, after in self._after.items():
-            buffer = present.get(name, after)
-            if buffer.shape == after.shape:  # A cache may have another one.
-                is_close = torch.isclose(move(buffer, after.device), after, equal_nan=True)
+            tensor = present.get(name, after)
+            if tensor.shape == after.shape:  # A cache may have another one.
+                is_close = torch.isclose(move(tensor, after.device), after, equal_nan=True)
                 is_other = ~is_close.all()
                 self._differs[name] = is_other | self._differs.get(name, is_other)
 
@@ -167,19 +173,21 @@ class ForwardState:
         before = self._before
         if self._unseen is None:
             self._unseen = {
-                name for name, (each, copy, _) in before.items() if not are_close(each, copy)
+                name for name, each in before.items() if not are_close(each.tensor, each.values)
             }
         self._before = {
-            name: entry
-            for name, entry in before.items()
-            if name in self._unseen | self._written.keys() or versions([entry[0]]) != [entry[2]]
+            name: each
+            for name, each in before.items()
+            if name in self._unseen
+            or name in self._written
+            or versions([each.tensor]) != [each.version]
         }
         self._entries = [each for each in self._entries if each.are_other()]
         self._last_entries = [StateEntries(each.part) for each in self._entries]
         self._after = {
-            name: buffer.detach().clone()
-            for name, buffer in self._tensors().items()
-            if name in self._before or name not in before or buffer is not before[name][0]
+            name: tensor.detach().clone()
+            for name, tensor in self._tensors().items()
+            if name in self._before or name not in before or tensor is not before[name].tensor
         }
 
     @torch.no_grad()
@@ -196,10 +204,10 @@ class ForwardState:
         """
         if self._after is None:
             return
-        for each in self._last_entries:
-            each.put()
-        for name, (buffer, _, _) in self._before.items():
-            buffer.copy_(self._after.get(name, buffer))
+        for entries in self._last_entries:
+            entries.put()
+        for name, each in self._before.items():
+            each.tensor.copy_(self._after.get(name, each.tensor))
         for name, differs in self._differs.items():
             if differs:
                 kind = "parameter" if name in self._written else "buffer"

@@ -481,12 +481,13 @@ def test_forces_of_a_mean_or_without_a_graph_are_an_error(net, text):
 
 
 class Trims(nn.Module):
-    """Has outputs of as many positions as the longest row of its batch."""
+    """Trims its outputs to the longest row of the batch."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.head = nn.Embedding(11, 4), nn.Linear(4, 3)
+        self.words = nn.Embedding(11, 4)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, words, lengths):
         return self.head(self.words(words[:, : int(lengths.max())]))
