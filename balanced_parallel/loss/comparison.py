@@ -166,8 +166,10 @@ class ComparisonOfSums:
         checks = self.copies.checks
         if first is None or checks is None:
             return False
-        # New kinds are compared.
-        return checks.are_due((*(name.kind for name in first), *_flags(self.copies.criterion)))
+        # New kinds are compared, and new numbers.
+        kinds = [name.kind for name in first]
+        numbers = {numbers_of(each) for each in statistics if each}
+        return checks.are_due((*kinds, *_flags(self.copies.criterion)), numbers)
 
     def _sample(self, output: PerReplica, rows: int, shard: Shard) -> Sample:
         targets = mark(shard.targets, self.copies.dim)
@@ -303,7 +305,14 @@ class ComparisonOfSums:
         if self._sums and {each.kind for each in self._sums} != {each.kind for each in whole}:
             self.check_names([self._sums, whole])
         self.compare_sums([whole, *halves], again, rows // count, samples[0].reason)
+        self._learn_numbers(whole, halves)
         return True
+
+    def _learn_numbers(self, whole: Sums, halves: Sequence[Sums]) -> None:
+        """Learns from sums that have added up whether they do so with other numbers."""
+        checks = self.copies.checks
+        if checks is not None and any(numbers_of(each) != numbers_of(whole) for each in halves):
+            checks.forget_numbers()
 
     def _halve(
         self, samples: Sequence[Sample], constant: set[str], device: torch.device
@@ -457,6 +466,11 @@ class ComparisonOfSums:
             f"the loss of {containers.describe(criterion)} does not add up over the rows: {reason}",
             SIZED if is_of_number else of_rows,
         ) from cause
+
+
+def numbers_of(sums: Sums) -> tuple[float, ...]:
+    """Returns the numbers in operations that may be values of the rows."""
+    return tuple(next((name.numbers for name in sums), ()))
 
 
 def is_list(leaf: object) -> bool:

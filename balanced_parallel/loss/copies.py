@@ -93,12 +93,14 @@ class OwnCollectives:
 
 class Checks:
     """Tells when a loss is compared with that of halves: the 1st, 2nd, 4th, 8th, ... time, and when
-    it has new terms.
+    it has new terms, or other numbers that Python has read.
     """
 
     def __init__(self) -> None:
         self._calls = 0
         self._forms: set[Hashable] = set()
+        self._numbers: object = None
+        self._ignores_numbers = False
         # A sample of one row shows nothing, until there is another row.
         self.pending: list[object] = []
         # Reductions along the first dimension are sums of columns. None is unknown.
@@ -108,12 +110,17 @@ class Checks:
         """Tells whether reductions along the first dimension are sums of columns."""
         self.has_columns = are_some
 
-    def are_due(self, form: Hashable) -> bool:
-        """Counts a call. Returns True if statistics of this form are to be compared."""
+    def are_due(self, form: Hashable, numbers: object = None) -> bool:
+        """Counts a call. Returns True if statistics of this form and numbers are to be compared."""
         self._calls += 1
-        is_new = form not in self._forms
+        is_new = form not in self._forms or (numbers != self._numbers and not self._ignores_numbers)
         self._forms.add(form)
+        self._numbers = numbers
         return is_new or bool(self.pending) or not self._calls & (self._calls - 1)
+
+    def forget_numbers(self) -> None:
+        """Learns that sums add up with numbers that differ: others make no comparison due."""
+        self._ignores_numbers = True
 
     def postpone(self, samples: list[object]) -> None:
         """Makes the next comparison due, with these samples too."""

@@ -127,6 +127,7 @@ class Formula:
         columns: the shapes of reductions along the rows.
         averaged: the numbers of elements in means of a row, and those that rows are divided by.
         branches: the truth of values that Python has asked for, as in ``if``.
+        numbers: those in operations behind a read of values, which may have told them.
     """
 
     result: Any
@@ -141,6 +142,7 @@ class Formula:
     columns: Sequence[torch.Size] = ()
     averaged: Sequence[float] = ()
     branches: dict[Value, bool] = dataclasses.field(default_factory=dict)
+    numbers: Sequence[float] = ()
 
     def __getstate__(self) -> dict[str, object]:
         """Returns what another rank gets: parameters outside of the criterion stay on this one."""

@@ -52,13 +52,14 @@ class Noted(NamedTuple):
 
     def names(self, *, with_numbers: bool = False) -> list[SumName]:
         """Returns the names of the sums. Numbers to log may be part of their text."""
-        entries = self.formula.entries.items()
+        formula = self.formula
+        entries = formula.entries.items()
         numbers = [place for place, leaf in entries if isinstance(leaf, (int, float))]
-        text = self.formula.text_of(self.formula.losses + numbers * with_numbers)
+        text = formula.text_of(formula.losses + numbers * with_numbers)
         names = []
-        for number, each in enumerate(self.formula.inputs):
+        for number, each in enumerate(formula.inputs):
             role = "count" if each.is_count else "total"
-            sizes = each.per_row, self.formula.lengths, self.formula.averaged
+            sizes = each.per_row, formula.lengths, formula.averaged, formula.numbers
             names.append(SumName(number, role, each.kind, text, *sizes))
         return names
 

@@ -48,7 +48,8 @@ class ChangedLossError(UnknownMeanError):
 class SumName:
     """The name of a statistic, equal in all shards.
 
-    ``per_row``, ``lengths`` and ``averaged`` are those of :class:`Statistic` and :class:`Formula`.
+    ``per_row``, ``lengths``, ``averaged`` and ``numbers`` are those of :class:`Statistic` and
+    :class:`Formula`.
     """
 
     number: int
@@ -58,6 +59,7 @@ class SumName:
     per_row: float | None = dataclasses.field(default=None, compare=False)
     lengths: Sequence[float | None] = dataclasses.field(default=(), compare=False)
     averaged: Sequence[float] = dataclasses.field(default=(), compare=False)
+    numbers: Sequence[float] = dataclasses.field(default=(), compare=False)
 
 
 def sizes_of(shard: ShardLoss, weight: Any) -> dict[Any, Any]:

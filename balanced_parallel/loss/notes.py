@@ -8,6 +8,7 @@ are read from values of the rows are noted too, since a shard may have others.
 import contextlib
 import functools
 import itertools
+import numbers
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
@@ -93,6 +94,7 @@ _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "di
 _REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
+_ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "pow"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
 _INDICES = slice, int, type(None), type(...)  # They select elements that no value tells.
 _WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
@@ -182,6 +184,8 @@ class SumNotes(TorchFunctionMode):
         self._has_graph = True
         self._knows_numbers = True  # No value of the batch is a Python number.
         self._has_read = False  # Some are, or the loss is.
+        self._has_asked = False  # Python has asked whether a value is true.
+        self._read: list[float] = []  # The numbers in operations since then.
         self._held: list[Tensor] = []  # The storages identify counts.
         self._rows: int | None = None
         self._has_entries = False  # Values of the batch are lists with an entry for each row.
@@ -267,6 +271,7 @@ class SumNotes(TorchFunctionMode):
         if torch.compiler.is_compiling():  # Compiled code is not seen, and runs for others too.
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        self._note_numbers(name.strip("_"), args)
         if name == "__get__" and func.__self__.__name__ in columns.TRANSPOSES:
             name = func.__self__.__name__
         is_property = name in _PROPERTIES and type(args[0]) is Tensor
@@ -484,6 +489,12 @@ class SumNotes(TorchFunctionMode):
         texts = (self._of(leaf).text if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
         return f"{name}({', '.join(texts)})"
 
+    def _note_numbers(self, name: str, args: Sequence[object]) -> None:
+        """Notes the numbers of an operation that may be values of the rows."""
+        may_be_read = self._has_read or self._has_asked or not self._knows_numbers
+        if may_be_read and _NAMES.get(name, name) in _ARITHMETIC:
+            self._read += [float(each) for each in args if isinstance(each, numbers.Real)]
+
     def _note_read(self, call: FunctionCall, result: object) -> None:
         """Notes numbers of Python that may be values of the batch."""
         if isinstance(result, Tensor):
@@ -491,6 +502,7 @@ class SumNotes(TorchFunctionMode):
         if type(result) in (int, torch.Size):
             self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in call.tensors)
         if call.name == "bool":
+            self._has_asked = self._has_asked or bool(call.level)
             place = self._of(call.tensors[0]).number
             if call.level == _OF_SUMS and place is not None:
                 self._note_branch(place, bool(result))
@@ -529,9 +541,9 @@ class SumNotes(TorchFunctionMode):
         if form.kind == "sum" and results[0].numel() == 1:
             self._sum("sum", widen(results[0]), results[0], is_target=is_target)
             return
-        numbers = [next(self._numbers) for _ in results]
-        self._operations.append(operation._replace(results=numbers))
-        for number, tensor in zip(numbers, results, strict=True):
+        places = [next(self._numbers) for _ in results]
+        self._operations.append(operation._replace(results=places))
+        for number, tensor in zip(places, results, strict=True):
             original = facts if call.name in ("clone", "detach") else None
             is_column = any(self._of(each).is_column for each in call.tensors)
             learned = Facts(call.level, number, form, None, is_target, original=original)
@@ -802,6 +814,7 @@ class SumNotes(TorchFunctionMode):
             self._columns,
             self._averaged,
             branches,
+            self._read,
         )
         return formula, statistics
 

@@ -128,6 +128,49 @@ def test_a_factor_that_is_read_from_values_is_refused(micro_batch_size):
         update(loss, micro_batch_size, *((inputs, values, mask) for mask in masks))
 
 
+NUMBERS = {
+    "an item": lambda mask: 1 / max(int(mask.sum()), 1),
+    "a size": lambda mask: 1 / (len(mask[mask]) or 1),
+    "a root": lambda mask: max(mask.sum().item(), 1.0) ** -0.5,
+}
+
+
+@pytest.mark.parametrize("of_rows", [False, True])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_differs_between_two_comparisons_is_refused(name, micro_batch_size, of_rows):
+    """Each shard of the third batch has as many targets, and was not compared with its halves."""
+
+    def loss(output, values, mask):
+        errors = (output - values).pow(2).sum(1) * mask
+        number = NUMBERS[name](mask)
+        return (errors * number).sum() if of_rows else errors.sum() * number
+
+    none = torch.zeros(6, dtype=torch.bool)
+    batches = [(torch.randn(6, 4), torch.randn(6, 5), mask) for mask in (none, none, ~none)]
+    with pytest.raises(ValueError, match="of the first rows, .* added up from their halves"):
+        update(loss, micro_batch_size, *batches)
+
+
+def test_numbers_that_the_sums_do_not_depend_on_are_exact():
+    """A shift that is read in each shard cancels. After the first comparison, it makes none due."""
+    sizes = []
+
+    def loss(output, values):
+        sizes.append(len(output))
+        shift = values.max().item()
+        return ((output - shift) - (values - shift)).pow(2).mean().sqrt()
+
+    net = build_net()
+    step = still_step(net, DataParallelCriterion(loss), micro_batch_size=None)
+    for number in range(7):
+        inputs, values = torch.randn(7, 4), torch.randn(7, 5)
+        assert_close(step(inputs, values), F.mse_loss(net(inputs), values).sqrt())
+        compared = [size for size in sizes if size > 3]
+        assert bool(compared) == (number in (0, 1, 3))
+        sizes.clear()
+
+
 def errors_of(output, values, mask):
     return (output - values).pow(2).sum(1), mask.double()
 
