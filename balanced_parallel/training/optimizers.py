@@ -326,7 +326,7 @@ def _warn_of_others(optimizer: Optimizer, claim: Claim) -> None:
 
 def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
     parameters = _parameters_of(optimizer)
-    return [each.grad for each in parameters if each.grad is not None]
+    return [gradient for each in parameters if (gradient := each.grad) is not None]
 
 
 def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:
