@@ -403,7 +403,9 @@ class ComparisonOfSums:
                     f"the {place.role} of {place.kind} of the first rows, {times} times, "
                     f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
                 )
-                self._refuse(note or reason)
+                is_sum_over = place.role == "count" and OVER_NUMBER in place.kind
+                differ = len({*map(numbers_of, samples)}) > 1
+                self._refuse(note or reason, is_of_number=is_sum_over or differ)
 
     def _tolerance(self, tensor: Tensor) -> float:
         if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
@@ -453,14 +455,15 @@ class ComparisonOfSums:
         for part in parts:
             compare_names([*parts[0]], [*part])
 
-    def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
+    def _refuse(
+        self, reason: str, cause: Exception | None = None, *, is_of_number: bool = False
+    ) -> NoReturn:
         criterion = self.copies.criterion
         if isinstance(criterion, AdditiveLoss):
             raise ValueError(
                 f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
             ) from cause
         refuse_coupled(criterion)
-        is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
         of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
         raise UnknownMeanError(
             f"the loss of {containers.describe(criterion)} does not add up over the rows: {reason}",
