@@ -305,14 +305,7 @@ class ComparisonOfSums:
         if self._sums and {each.kind for each in self._sums} != {each.kind for each in whole}:
             self.check_names([self._sums, whole])
         self.compare_sums([whole, *halves], again, rows // count, samples[0].reason)
-        self._learn_numbers(whole, halves)
         return True
-
-    def _learn_numbers(self, whole: Sums, halves: Sequence[Sums]) -> None:
-        """Learns from sums that have added up whether they do so with other numbers."""
-        checks = self.copies.checks
-        if checks is not None and any(numbers_of(each) != numbers_of(whole) for each in halves):
-            checks.forget_numbers()
 
     def _halve(
         self, samples: Sequence[Sample], constant: set[str], device: torch.device
@@ -383,6 +376,7 @@ class ComparisonOfSums:
         ``run`` returns the first again, to find the effect of rounding. ``note`` is a reason.
         """
         self.check_names(samples)
+        numbers_differ = len({*map(numbers_of, samples)}) > 1
         for place in samples[0]:
             total, *parts = [widen(each[place]).cpu() for each in samples]
             every = torch.stack([total, *(part * times for part in parts)])
@@ -404,8 +398,9 @@ class ComparisonOfSums:
                     f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
                 )
                 is_sum_over = place.role == "count" and OVER_NUMBER in place.kind
-                differ = len({*map(numbers_of, samples)}) > 1
-                self._refuse(note or reason, is_of_number=is_sum_over or differ)
+                self._refuse(note or reason, is_of_number=is_sum_over or numbers_differ)
+        if numbers_differ and self.copies.checks is not None:
+            self.copies.checks.forget_numbers()
 
     def _tolerance(self, tensor: Tensor) -> float:
         if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.

@@ -248,27 +248,22 @@ facts_of_process: dict[str, Hashable] = {"the sampler's batches": "no RankBatchS
 _RENORM = "embedding_renorm_"  # F.embedding(max_norm=) writes to rows of the weight.
 
 
-class OnCollective(torch_private.TorchDispatchMode):
+class OnCollective(torch_private.OnOperator):
     """Calls a function with the name of each collective in its block, before it runs.
 
     Calls another one with the tensors that an operator writes to. A forward that would rescale rows
     of a weight raises ``ValueError``.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(
         self, act: Callable[[str], object], write: Callable[[list[Tensor]], None] | None = None
     ) -> None:
-        super().__init__()
-        self._act = act
+        super().__init__(self._see)
+        self._on_collective = act
         self._write = write
 
-    def __torch_dispatch__(
-        self, function: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> object:
-        """Runs an operator. Shards in a criterion are refused: they may wait for other ranks."""
-        kwargs = kwargs or {}
+    def _see(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Refuses shards in a criterion: they may wait for other ranks."""
         for value in args if self._write is None else ():
             if isinstance(value, torch.nn.Parameter):
                 refuse_shards(value)
@@ -279,10 +274,9 @@ class OnCollective(torch_private.TorchDispatchMode):
                 "write weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad() after each update"
             )
         if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
-            self._act(name)
+            self._on_collective(name)
         elif self._write and (tensors := torch_private.written_by(function, args, kwargs)):
             self._write(tensors)
-        return function(*args, **kwargs)
 
 
 def compare_ranks(facts: Mapping[str, Hashable], expected: str) -> None:

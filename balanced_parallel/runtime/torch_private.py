@@ -560,6 +560,23 @@ def dispatch_modes() -> tuple[TorchDispatchMode, ...]:
     return tuple(_python_dispatch._get_current_dispatch_mode_stack())
 
 
+class OnOperator(TorchDispatchMode):
+    """Calls ``act(function, args, kwargs)`` for each operator in its block, before it runs."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, act: Callable[[Any, Sequence[Any], dict[str, Any]], object]) -> None:
+        super().__init__()
+        self._act = act
+
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        """Runs an operator."""
+        self._act(function, args, kwargs or {})
+        return function(*args, **kwargs or {})
+
+
 @contextlib.contextmanager
 def pushed(
     functions: Iterable[overrides.TorchFunctionMode], dispatches: Iterable[TorchDispatchMode]

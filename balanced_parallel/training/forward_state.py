@@ -10,7 +10,7 @@ Statistics of batch norm, and of modules with a ``SumOverRows``, are left out: t
 micro-batch count.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,32 +21,13 @@ from ..replicas.all_rows import sums_rows
 from ..runtime.devices import move
 from ..runtime.module_state import StateEntries, advancing_buffers, are_close, is_of_torch
 from ..runtime.torch_private import (
-    TorchDispatchMode,
+    OnOperator,
     is_compiled,
     is_sharded,
     memory_of,
     versions,
     written_by,
 )
-
-
-class _OnWrite(TorchDispatchMode):
-    """Calls a function with the tensors that an operator will write to."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, write: Callable[[list[Tensor]], None]) -> None:
-        super().__init__()
-        self._write = write
-
-    def __torch_dispatch__(
-        self, function: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> object:
-        """Runs an operator. Rows of an embedding that are rescaled twice stay the same."""
-        kwargs = kwargs or {}
-        if function is not torch.ops.aten.embedding_renorm_.default:
-            self._write(written_by(function, args, kwargs))
-        return function(*args, **kwargs)
 
 
 class _Copy(NamedTuple):
@@ -128,12 +109,14 @@ class ForwardState:
             if not (is_sharded(parameter) or name in self._written)
         }
 
-        def write(tensors: list[Tensor]) -> None:
-            for memory in before.keys() & map(memory_of, tensors):
+        def see(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+            if function is torch.ops.aten.embedding_renorm_.default:
+                return  # Rows that are rescaled twice stay the same.
+            for memory in before.keys() & map(memory_of, written_by(function, args, kwargs)):
                 name, parameter, values = before.pop(memory)
                 self._take_written(name, parameter, values.clone())
 
-        with _OnWrite(write):
+        with OnOperator(see):
             yield
         for memory, (name, parameter, values) in before.items():
             if memory_of(parameter) != memory:  # parameter.data = other
