@@ -5,6 +5,7 @@ import functools
 import io
 import operator
 import re
+import sys
 import tokenize
 from pathlib import Path
 from typing import NamedTuple
@@ -173,6 +174,7 @@ def measure_package():
     return measure_files(PACKAGE)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="parts of an f-string are tokens there")
 def test_tokens(form):
     assert form.tokens <= MOST_TOKENS
     assert round(form.tokens / form.code_lines, 1) <= MOST_TOKENS_PER_LINE_OF_CODE

@@ -288,14 +288,15 @@ class Changing(nn.Module):
 
 
 def exchanges_of(work):
-    return calls_of(work, "gloo:all_reduce", "gloo:all_gather")
+    return calls_of(work, "c10d::allreduce_", "c10d::allgather_")
 
 
 def check_exchanges(rank):
     """Returns those of plain DDP, and of updates in which no rank, one rank and every rank has an unused parameter."""
     net = Changing()
-    by_hand = nn.parallel.DistributedDataParallel(copy.deepcopy(net))
+    copied = copy.deepcopy(net)
     model, criterion = parallelize(net, nn.MSELoss())
+    by_hand = nn.parallel.DistributedDataParallel(copied)
     assert not model.find_unused_parameters  # torch would warn of it
     step = TrainStep(model, criterion, sgd(model), micro_batch_size=2)
     inputs = torch.randn(4, 4)
