@@ -3,8 +3,10 @@
 import importlib.metadata
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tabulate
@@ -26,6 +28,15 @@ def environment(*packages: str) -> str:
     """Returns the processor and the versions of Python, torch and other packages."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
     return ", ".join([platform.machine(), f"Python {platform.python_version()}", f"torch {torch.__version__}", *versions])
+
+
+def write_page(folder: Path, text: str, environment: str, install: str = "") -> None:
+    """Writes the README of a benchmark, which ends with its environment and its command, and prints it."""
+    before = f".venv/bin/pip install -c constraints.txt -e '.[{install}]'\n" if install else ""
+    command = f"{before}.venv/bin/python benchmarks/{folder.name}/main.py"
+    page = f"{text}\nEnvironment: {environment}\nTo reproduce (it writes this file):\n\n```bash\n{command}\n```\n"
+    (folder / "README.md").write_text(page)
+    sys.stdout.write(page)
 
 
 def ratio_of_times(

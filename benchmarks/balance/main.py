@@ -22,7 +22,7 @@ from balanced_parallel.simulation import Cluster
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from reports import environment, introduction, table  # noqa: E402
+from reports import environment, introduction, table, write_page  # noqa: E402
 
 DEVICES = (2, 4, 8)
 MIB = 2**20
@@ -235,22 +235,13 @@ def report(problems: list[Problem]) -> str:
         "",
         "What this shows is arithmetic, placement, bytes and traffic. It says nothing about time.",
         "",
-        f"Environment: simulated devices on {environment()}.",
-        "To reproduce (it writes this file):",
-        "",
-        "```bash",
-        ".venv/bin/python benchmarks/balance/main.py",
-        "```",
-        "",
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measures everything and writes the README."""
-    text = report([language_problem(), segmentation_problem()])
-    (HERE / "README.md").write_text(text)
-    sys.stdout.write(text)
+    write_page(HERE, report([language_problem(), segmentation_problem()]), f"simulated devices on {environment()}.")
 
 
 if __name__ == "__main__":

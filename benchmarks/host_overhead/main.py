@@ -25,7 +25,7 @@ from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainSte
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from reports import environment, introduction, ratio_of_times, table  # noqa: E402
+from reports import environment, introduction, ratio_of_times, table, write_page  # noqa: E402
 
 SLICES, ROUNDS, COPIES = 4, 40, 6
 
@@ -248,15 +248,8 @@ differ.
 {ranked}
 
 Medians of {ROUNDS} ({ROUNDS // 2} of the large model).
-Environment: {environment()}, 1 thread.
-To reproduce (it writes this file):
-
-```bash
-.venv/bin/python benchmarks/host_overhead/main.py
-```
 """
-    (HERE / "README.md").write_text(text)
-    sys.stdout.write(text)
+    write_page(HERE, text, f"{environment()}, 1 thread.")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "tests")]
 from helpers.lightning_modules import Classifier, SeveralMeans, fit, load  # noqa: E402
-from reports import environment, table  # noqa: E402
+from reports import environment, table, write_page  # noqa: E402
 
 from balanced_parallel.integrations.lightning import BalancedStrategy  # noqa: E402
 
@@ -42,15 +42,6 @@ Relative error of the gradient of the first update, in float64, beside plain PyT
 ignored. Lightning has two batches of 6 rows (`accumulate_grad_batches=2`).
 
 {table}
-
-Environment: {environment}, CPU.
-
-To reproduce (it writes this file):
-
-```bash
-.venv/bin/pip install -c constraints.txt -e '.[libraries]'
-.venv/bin/python benchmarks/lightning/main.py
-```
 """
 
 
@@ -61,7 +52,7 @@ def main() -> None:
     columns = [lambda: "auto", lambda: BalancedStrategy(["cpu"]), lambda: BalancedStrategy(["cpu"] * 3)]
     rows = [[name, *(error(kind, make(), 2) for make in columns)] for kind, name in NAMES.items()]
     headers = ["loss", "Lightning", "`BalancedStrategy`, one device", "`BalancedStrategy`, three devices"]
-    (HERE / "README.md").write_text(PAGE.format(table=table(rows, headers), environment=environment("lightning")))
+    write_page(HERE, PAGE.format(table=table(rows, headers)), f"{environment('lightning')}, CPU.", "libraries")
 
 
 if __name__ == "__main__":

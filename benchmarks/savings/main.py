@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "estimate")]
 import programs  # noqa: E402
 from allocator import AllocatorProfile  # noqa: E402
 from programs import EVALUATION, QUICK, TRAINING, Change, Program, Size, build, changed, run  # noqa: E402
-from reports import environment, introduction, ratio_of_times, table  # noqa: E402
+from reports import environment, introduction, ratio_of_times, table, write_page  # noqa: E402
 
 SIZES = {
     "activations take most of the memory": programs.MANY_ROWS,
@@ -153,13 +153,6 @@ def report() -> str:
         "CPU's allocator. Off by: the largest relative difference of a loss or a parameter in float64, with two replicas.",
         "offload_activations does nothing on a CPU, so this page has no time of it.",
         "",
-        f"Environment: {environment()}, 1 thread.",
-        "To reproduce (it writes this file):",
-        "",
-        "```bash",
-        ".venv/bin/python benchmarks/savings/main.py",
-        "```",
-        "",
     ]
     return "\n".join(lines)
 
@@ -167,9 +160,7 @@ def report() -> str:
 def main() -> None:
     """Measures everything and writes the README."""
     torch.set_num_threads(1)
-    text = report()
-    (HERE / "README.md").write_text(text)
-    sys.stdout.write(text)
+    write_page(HERE, report(), f"{environment()}, 1 thread.")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from balanced_parallel import (
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from reports import environment, introduction, table  # noqa: E402
+from reports import environment, introduction, table, write_page  # noqa: E402
 
 DEVICES, RANKS, WIDTH = (1, 2, 4, 8, 16), (1, 2, 4, 8), 256
 PACKAGE = str(Path(sys.modules["balanced_parallel"].__file__ or "").parent)
@@ -152,15 +152,8 @@ One interpreter launches the kernels of all devices: n devices need n times the 
 own. If the host takes a share s of the update of one device, as `host ... ms of ... ms` in the page of `scripts/gpu_page.py`,
 replicas hide it up to n = 1 / s devices: 10 for 10 %, 4 for 25 %. From there on, and on several machines always, use torchrun.
 
-Environment: simulated devices and gloo on {environment()}, 1 thread. Nothing here is a speed on a GPU.
-To reproduce (it writes this file):
-
-```bash
-.venv/bin/python benchmarks/scale/main.py
-```
 """
-    (HERE / "README.md").write_text(text)
-    sys.stdout.write(text)
+    write_page(HERE, text, f"simulated devices and gloo on {environment()}, 1 thread. Nothing here is a speed on a GPU.")
 
 
 if __name__ == "__main__":

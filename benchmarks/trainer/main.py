@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "tests")]
 from helpers.trainers import MODELS, make_arguments, make_model, make_rows, pad, train, train_plainly  # noqa: E402
 from integrations.test_transformers_trl import run as train_library  # noqa: E402
-from reports import environment, table  # noqa: E402
+from reports import environment, table, write_page  # noqa: E402
 
 from balanced_parallel import simulate  # noqa: E402
 from balanced_parallel.integrations.transformers import BalancedTrainer  # noqa: E402
@@ -125,15 +125,6 @@ Norm of the gradient in the second update, as a multiple of the trainer's own wi
 micro-batches of 2 rows, or 2 rows on each of three devices, which those of TRL refuse without `BalancedTrainer`.
 
 {trainers}
-
-Environment: {environment}, CPU.
-
-To reproduce (it writes this file):
-
-```bash
-.venv/bin/pip install -c constraints.txt -e '.[test,libraries]'
-.venv/bin/python benchmarks/trainer/main.py
-```
 """
 
 
@@ -141,8 +132,9 @@ def main() -> None:
     """Writes the page."""
     logging.set_verbosity_error()
     libraries = "transformers", "accelerate", "trl", "peft", "sentence-transformers"
-    page = PAGE.format(table=table_of_heads(), trainers=table_of_trainers(), environment=environment(*libraries))
-    (HERE / "README.md").write_text(re.sub(r" +\|", " |", re.sub(r"-+\|", "---|", page)))
+    page = PAGE.format(table=table_of_heads(), trainers=table_of_trainers())
+    page = re.sub(r" +\|", " |", re.sub(r"-+\|", "---|", page))
+    write_page(HERE, page, f"{environment(*libraries)}, CPU.", "test,libraries")
 
 
 if __name__ == "__main__":
