@@ -168,7 +168,7 @@ class ComparisonOfSums:
             return False
         # New kinds are compared, and new numbers.
         kinds = [name.kind for name in first]
-        numbers = {numbers_of(each) for each in statistics if each}
+        numbers = {*map(numbers_of, statistics)} - {()} or None
         return checks.are_due((*kinds, *_flags(self.copies.criterion)), numbers)
 
     def _sample(self, output: PerReplica, rows: int, shard: Shard) -> Sample:
@@ -376,7 +376,6 @@ class ComparisonOfSums:
         ``run`` returns the first again, to find the effect of rounding. ``note`` is a reason.
         """
         self.check_names(samples)
-        numbers_differ = len({*map(numbers_of, samples)}) > 1
         for place in samples[0]:
             total, *parts = [widen(each[place]).cpu() for each in samples]
             every = torch.stack([total, *(part * times for part in parts)])
@@ -398,9 +397,8 @@ class ComparisonOfSums:
                     f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
                 )
                 is_sum_over = place.role == "count" and OVER_NUMBER in place.kind
-                self._refuse(note or reason, is_of_number=is_sum_over or numbers_differ)
-        if numbers_differ and self.copies.checks is not None:
-            self.copies.checks.forget_numbers()
+                differ = len({*map(numbers_of, samples)}) > 1
+                self._refuse(note or reason, is_of_number=is_sum_over or differ)
 
     def _tolerance(self, tensor: Tensor) -> float:
         if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.

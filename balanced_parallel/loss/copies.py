@@ -93,14 +93,14 @@ class OwnCollectives:
 
 class Checks:
     """Tells when a loss is compared with that of halves: the 1st, 2nd, 4th, 8th, ... time, and when
-    it has new terms, or other numbers that Python has read.
+    it has new terms. Numbers that may be values count too, by the times that they change.
     """
 
     def __init__(self) -> None:
         self._calls = 0
         self._forms: set[Hashable] = set()
         self._numbers: object = None
-        self._ignores_numbers = False
+        self._changes = 0  # They are those of the numbers.
         # A sample of one row shows nothing, until there is another row.
         self.pending: list[object] = []
         # Reductions along the first dimension are sums of columns. None is unknown.
@@ -113,14 +113,13 @@ class Checks:
     def are_due(self, form: Hashable, numbers: object = None) -> bool:
         """Counts a call. Returns True if statistics of this form and numbers are to be compared."""
         self._calls += 1
-        is_new = form not in self._forms or (numbers != self._numbers and not self._ignores_numbers)
+        is_new = form not in self._forms
         self._forms.add(form)
-        self._numbers = numbers
-        return is_new or bool(self.pending) or not self._calls & (self._calls - 1)
-
-    def forget_numbers(self) -> None:
-        """Learns that sums add up with numbers that differ: others make no comparison due."""
-        self._ignores_numbers = True
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._changes += 1
+            is_new = is_new or self._changes.bit_count() == 1
+        return is_new or bool(self.pending) or self._calls.bit_count() == 1
 
     def postpone(self, samples: list[object]) -> None:
         """Makes the next comparison due, with these samples too."""
