@@ -45,7 +45,7 @@ PARTS = [
         0.4,
         ["test_gpu_layouts.py", "test_gpu_streams.py"],
         "the first row that failed: with `CUDA_LAUNCH_BLOCKING=1`, a row that passes then is a race of streams "
-        "(replicas/side.py), and one that fails still is arithmetic: compare with `precision='fp32'`, and without TF32",
+        "(runtime/streams.py), and one that fails still is arithmetic: compare with `precision='fp32'`, and without TF32",
     ),
     Part(
         "memory",

@@ -24,6 +24,15 @@ def gpu_page(out, *flags):
     return done.returncode, out.read_text()
 
 
+def test_advice_names_files_that_exist():
+    """It named a module that had moved."""
+    named = re.findall(r"\w+/\w+\.py", PROGRAM.read_text(encoding="utf-8"))
+    package = PROGRAM.parents[1] / "balanced_parallel"
+    files = [name for name in named if not name.startswith("scripts/")]
+    assert files
+    assert all((package / name).exists() for name in files), named
+
+
 @pytest.fixture
 def page_of(tmp_path, monkeypatch):
     """Runs the script in this process. Its parts are processes that start with torch imported."""
