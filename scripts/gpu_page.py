@@ -117,7 +117,8 @@ def run_part(part: Part, seconds: float | None, arguments: Sequence[str], *, is_
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "lines"
         tests = [str(ROOT / "tests" / "gpu" / name) for name in part.tests]
-        environment = os.environ | ({"GPU_PAGE_BREAKS": "1"} if is_broken else {})
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # The package may not be installed.
+        environment = os.environ | {"PYTHONPATH": paths} | ({"GPU_PAGE_BREAKS": "1"} if is_broken else {})
         command = [sys.executable, __file__, "--record", str(file), *tests, *arguments]
         try:
             done = subprocess.run(command, timeout=seconds, env=environment, check=False)

@@ -41,6 +41,8 @@ def page_of(tmp_path, monkeypatch):
     def run_forked(command, env=None, **settings):
         if command[0] != sys.executable:
             return run(command, env=env, **settings)
+        # A machine without a network has a checkout alone.
+        assert env["PYTHONPATH"].startswith(f"{PROGRAM.parents[1]}:")
         return Script(PROGRAM, *command[2:], **env).wait(100)
 
     def page(*flags):
