@@ -55,6 +55,19 @@ def prepends(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return first is None
 
 
+def rows_taken(name: str, values: Sequence[Any], rows: int | None) -> list[int]:
+    """Returns the places of the rows that a function takes out of the first dimension, one by one."""
+    name = name.strip("_")
+    if name not in ("getitem", "select", "unbind") or values[0].shape[:1] != (rows,):
+        return []
+    place = values[-1]
+    if name == "unbind":
+        return [*range(len(values[0]))] if place is values[0] or not place else []
+    first = place[0] if isinstance(place, tuple) and place else place
+    is_other_dim = name == "select" and values[1] != 0
+    return [] if is_other_dim or type(first) is not int else [first % len(values[0])]
+
+
 def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> int | None:
     """Returns the dimension of the rows in the result of a function, or None if its memory tells.
 

@@ -25,6 +25,7 @@ from ..batch.marks import (
     Arguments,
     Rows,
     Whole,
+    map_marked,
     mark,
     mark_leaves,
     objects_in,
@@ -37,7 +38,7 @@ from ..replicas.replicas import window
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
-from ..runtime.torch_private import storage_id
+from ..runtime.torch_private import memory_of_plain
 from .additive import AdditiveLoss
 from .copies import Calls, CriterionCopies, ShardLoss, T, shards_of_targets
 from .formula import OVER_NUMBER, Formula
@@ -50,6 +51,7 @@ from .sums import widen
 ROWS_TO_CHECK = 16
 # Rows are joined with copies of themselves, up to so many of them and so many bytes.
 ROWS_TOGETHER = 1024
+ROWS_IN_A_LOOP = 64  # They take their time one by one.
 BYTES_TOGETHER = 2**24
 _CONSTANT = (
     "{} has no entry for each row, and each shard would add it: expected a value for each row, or a penalty that is added to "
@@ -126,6 +128,7 @@ class ComparisonOfSums:
         self._rows = 0  # the rows in the samples of this rank
         self._model: ParallelModel | None = None
         self._is_of_model = False  # The model computes the loss.
+        self._has_loop = False  # Rows are computed one by one.
         self._is_alone = False  # Samples are those of one forward.
 
     def of_model(self, model: ParallelModel | None) -> Self:
@@ -290,7 +293,8 @@ class ComparisonOfSums:
         join = functools.partial(_join_equal, device=device, padding="[0]")
         try:
             pair = containers.zip_leaves(join, pairs)
-            while 2 * rows <= ROWS_TOGETHER and 2 * _size(pair) < BYTES_TOGETHER:
+            most = ROWS_IN_A_LOOP if self._has_loop else ROWS_TOGETHER
+            while 2 * rows <= most and 2 * _size(pair) < BYTES_TOGETHER:
                 pair = containers.zip_leaves(join, [pair, pair])
                 rows *= 2
             again = functools.partial(self._sums_of, pair, [rows], device)
@@ -349,6 +353,7 @@ class ComparisonOfSums:
         those of no rows, so its state stays.
         """
         output, targets = pair
+        targets = map_marked(_copied, targets)  # An entry of a list may be that of several rows.
         sizes = [0, *sizes]
         entries = []
         for piece in cut(output, consecutive(sizes)):
@@ -361,6 +366,8 @@ class ComparisonOfSums:
         with window(self.copies, states_differ=True):
             results = Calls(self.copies, outputs, shards).run(self._statistics)
         set_generators(states, [device])
+        formulas = [part.formula for part in results if part.formula]
+        self._has_loop = self._has_loop or any(each.has_loop for each in formulas)
         return [part for part in results if part.tensors]
 
     def compare_sums(
@@ -467,6 +474,10 @@ class ComparisonOfSums:
 def numbers_of(sums: Sums) -> tuple[float, ...]:
     """Returns the numbers in operations that may be values of the rows."""
     return tuple(next((name.numbers for name in sums), ()))
+
+
+def _copied(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def is_list(leaf: object) -> bool:
@@ -578,8 +589,8 @@ class Rounding(TorchFunctionMode):
         result = func(*args, **kwargs or {})
         if torch.compiler.is_compiling():
             return result
-        memory = _memory(result)
-        if memory is None or not result.is_floating_point() or memory in map(_memory, args):
+        memory = memory_of_plain(result)
+        if memory is None or not result.is_floating_point() or memory in map(memory_of_plain, args):
             return result
         # Half a unit of bfloat16 is the most.
         size = min(100 * torch.finfo(result.dtype).eps, 2**-8)
@@ -588,15 +599,6 @@ class Rounding(TorchFunctionMode):
             self.largest = max(self.largest, float(values.abs().amax().nan_to_num(0, 0)))
         signs = (values * 1e6).sin().nan_to_num(0, 0, 0)
         return result + result * signs * size
-
-
-def _memory(value: object) -> int | None:
-    """Returns a number of the memory of a plain tensor, None for another value."""
-    if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
-        return None
-    with contextlib.suppress(NotImplementedError):  # A tensor inside of vmap has none.
-        return storage_id(value.untyped_storage()) if value.layout == torch.strided else None
-    return None
 
 
 def _flags(criterion: Any) -> list[bool]:

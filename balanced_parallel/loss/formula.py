@@ -128,6 +128,7 @@ class Formula:
         averaged: the numbers of elements in means of a row, and those that rows are divided by.
         branches: the truth of values that Python has asked for, as in ``if``.
         numbers: those in operations behind a read of values, which may have told them.
+        has_loop: True if rows are computed one by one.
     """
 
     result: Any
@@ -143,6 +144,7 @@ class Formula:
     averaged: Sequence[float] = ()
     branches: dict[Value, bool] = dataclasses.field(default_factory=dict)
     numbers: Sequence[float] = ()
+    has_loop: bool = False
 
     def __getstate__(self) -> dict[str, object]:
         """Returns what another rank gets: parameters outside of the criterion stay on this one."""

@@ -86,7 +86,7 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True, is_blind: bool = False
     notes: SumNotes = shard.notes or SumNotes()
     values = shard.output, *targets
     notes.of_batch(values, shard.rows, is_blind=is_blind, has_columns=shard.has_columns)
-    notes.of_targets(targets)
+    notes.of_targets(targets).of_entries(values)
     notes.of_constants(_constants_in(criterion)).of_criterion(parameters_in(criterion))
     with notes:
         result = shard.call()

@@ -10,7 +10,7 @@ import functools
 import itertools
 import numbers
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from ..batch import containers
 from ..replicas.all_rows import sum_over_rows
@@ -30,6 +30,7 @@ from ..runtime.torch_private import (
     has_shards,
     in_checkpoint,
     is_same,
+    memory_of_plain,
     storage_id,
     versions,
 )
@@ -88,11 +89,13 @@ _OF_VALUES = _SELECTIONS | {"where", "__setitem__", PACK_NAME}
 _ELEMENTS = {"unbind", "getitem", "select"}
 _CHECKS = {"isnan", "isinf", "isfinite"}  # A branch on them is that of errors.
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
+_JOINS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
 _PRODUCTS = columns.PRODUCTS | {"dot", "vdot", "inner", "tensordot"}
 _SUMS = _PRODUCTS | {"sum", "nansum", "count_nonzero", "trace"}
 _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
 _REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
+_NUMBERS = {"tensor", "new_tensor", "as_tensor", "scalar_tensor"}
 _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
 _ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "pow"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
@@ -114,6 +117,7 @@ class Facts(NamedTuple):
     is_element: bool = False  # It is computed of some rows alone.
     dim: int | None = None  # The rows are along it, or along none if it is -1. None is unknown.
     is_row: bool = False  # It is computed of the only row, without its dimension.
+    row: int | None = None  # It is computed of this row alone, as in a loop over rows.
     # It is a function of sums of columns, and rows if it is computed with other rows.
     is_column: bool = False
     # It was computed without a graph. An autograd function may have given it a derivative.
@@ -149,10 +153,18 @@ class _FactsByTensor(WeakIdKeyDictionary):
     def __init__(self) -> None:
         super().__init__()
         self._ids: set[int] = set()
+        self._by_memory: dict[int | None, list[WeakIdRef]] = {}
 
     def __setitem__(self, tensor: Tensor, facts: Facts) -> None:
+        if self.of(tensor) is None:
+            self._by_memory.setdefault(memory_of_plain(tensor), []).append(WeakIdRef(tensor))
         self._ids.add(id(tensor))
         super().__setitem__(tensor, facts)
+
+    def sharing(self, written: Tensor) -> list[Tensor]:
+        """Returns the tensors that may be in the memory of another one."""
+        tensors = [each() for each in self._by_memory.get(memory_of_plain(written), ())]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def of(self, tensor: Tensor) -> Facts | None:
         """Returns the facts about a tensor. An unknown one may have the id of one that is gone."""
@@ -178,6 +190,8 @@ class SumNotes(TorchFunctionMode):
         self._of_model: set[int] = set()
         self._has_shards = False
         self._averaged: list[float] = []  # The numbers of elements in means of a row, and divisors.
+        self._has_loop = False  # Rows are computed one by one.
+        self._of_rows: dict[int, list[float]] = {}  # The same in a loop over rows, by row.
         self._columns: list[torch.Size] = []  # The shapes of reductions along the rows.
         self._has_columns = True  # Values of the batch have the rows in the first dimension.
         self._numbers = itertools.count()
@@ -213,7 +227,7 @@ class SumNotes(TorchFunctionMode):
         self._is_blind = is_blind
         self._has_columns = has_columns
         self._rows = rows
-        self._has_entries = self._has_entries or _has_entries(values, rows)
+        self._has_entries = self._has_entries or any(_lists_of_entries(values, rows))
         self._knows_numbers &= not self._has_entries
         self._shapes += [tensor.shape for tensor in containers.tensors_in(values)]
         return self
@@ -222,6 +236,15 @@ class SumNotes(TorchFunctionMode):
         """Tells the values that do not depend on the outputs."""
         for tensor in containers.tensors_in(targets):
             self._facts[tensor] = Facts(_OF_ROWS, is_target=True)
+        return self
+
+    def of_entries(self, values: object) -> Self:
+        """Tells the values of each row in lists with an entry for each row."""
+        for entries in _lists_of_entries(values, self._rows):
+            places = range(len(entries)) if len(entries) == self._rows else ()
+            for row, entry in zip(places, entries, strict=False):
+                for tensor in containers.tensors_in(entry):
+                    self._facts[tensor] = self._of(tensor)._replace(row=row)
         return self
 
     def of_constants(self, constants: object) -> Self:
@@ -294,6 +317,8 @@ class SumNotes(TorchFunctionMode):
         is_mean = name in columns.MEANS or "div" in name  # The number of elements is noted.
         if is_mean or not result.dim() or self._facts.of(result) is not None:
             return False
+        if self._rows_taken(name, [*args, *kwargs.values()]):
+            return False
         return not columns.moves_rows(name, args, kwargs, result)
 
     def _is_unknown(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -321,7 +346,7 @@ class SumNotes(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""
         call = self._describe(func, args, kwargs)
-        if func in RULES and call.level == _OF_ROWS:
+        if func in RULES and call.level == _OF_ROWS and self._row_of(call) is None:
             return self._loss(func, arguments_of(func, *args, **kwargs))
         operation = self._operation(call, func, args, kwargs)
         if call.writes and call.level:
@@ -334,12 +359,46 @@ class SumNotes(TorchFunctionMode):
         tensors = results_in(call.name, result, call.values)
         if operation is not None and tensors:
             self._note(call, operation, tensors)
-            return result
-        for tensor in tensors:
-            self._learn(tensor, self._facts_of(call, tensor))
-        if call.level == _OF_ROWS:
-            self._note_rows(call, tensors)
+        elif self._adds_rows(call):
+            self._sum("sum", widen(tensors[0]), tensors[0])
+        else:
+            self._learn_rows(call, tensors)
         return result
+
+    def _learn_rows(self, call: FunctionCall, results: Sequence[Tensor]) -> None:
+        """Keeps the facts about results that are not in the formula, and notes sums of rows."""
+        row = self._row_of(call)
+        rows: Sequence[int | None] = self._rows_taken(call.name, call.values)
+        for tensor, each in zip(results, rows or [row] * len(results), strict=True):
+            self._learn(tensor, self._facts_of(call, tensor)._replace(row=each))
+        self._has_loop = self._has_loop or row is not None
+        if call.level == _OF_ROWS:
+            self._note_rows(call, results, row)
+
+    def _rows_taken(self, name: str, values: Sequence[Any]) -> list[int]:
+        """Returns the places of the rows that a function takes out of all rows, one by one."""
+        taken = columns.rows_taken(name, values, self._rows) if self._has_columns else []
+        is_first = taken and self._of(values[0]).row is None and not self._dim_of(values[0])
+        return taken if is_first else []
+
+    def _row_of(self, call: FunctionCall) -> int | None:
+        """Returns the only row that the result of a function depends on. None are several."""
+        is_list = call.name in _JOINS and len(call.tensors) == 1  # A list of rows has one.
+        rows = {facts.row for facts in map(self._of, call.tensors) if facts.level == _OF_ROWS}
+        return None if is_list or len(rows) != 1 or call.level != _OF_ROWS else rows.pop()
+
+    def _adds_rows(self, call: FunctionCall) -> bool:
+        """Returns True for a sum of the values of several rows: it is one over all rows.
+
+        That of the only row begins with zero, as ``sum(values)`` does.
+        """
+        facts = [*map(self._of, call.values)]
+        rows = {each.row for each in facts if each.level == _OF_ROWS}
+        if call.name != "add" or call.kwargs or not rows or None in rows:
+            return False
+        others = {self._form(each) for each in call.values if self._of(each).level != _OF_ROWS}
+        kinds = {each.kind for each in others}
+        return len(rows) > 1 or kinds == {"sum"} or (self._rows == 1 and kinds == {"zero"})
 
     def _operation(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Operation | None:
         """Returns an operation on sums or parameters, or None for another one."""
@@ -426,14 +485,15 @@ class SumNotes(TorchFunctionMode):
 
         Other tensors in it become unknown.
         """
-        for number, each in self.statistics.items():
-            if isinstance(each.value, Tensor) and _share_memory(each.value, written):
-                self.statistics[number] = each._replace(value=each.value.clone())
+        sharing = [each for each in self._facts.sharing(written) if _share_memory(each, written)]
+        for number in [self._of(tensor).number for tensor in sharing]:
+            each = self.statistics.get(number) if number is not None else None
+            if each is not None and isinstance(each.value, Tensor):
+                self.statistics[each.number] = each._replace(value=each.value.clone())
         unknown = _UNKNOWN if level == _OF_ROWS else Facts(_OF_BOTH)
-        # Sums are scalars, so a write of rows leaves larger tensors as they are.
-        others = [each for each in self._facts if level != _OF_ROWS or each.numel() == 1]
-        for tensor in [base_of(written), *others]:
-            if tensor is not written and _share_memory(tensor, written):
+        for tensor in {base_of(written), *sharing} - {written}:
+            # Sums are scalars, so a write of rows leaves larger tensors as they are.
+            if (level != _OF_ROWS or tensor.numel() == 1) and _share_memory(tensor, written):
                 self._learn(tensor, unknown)
 
     def _facts_of(self, call: FunctionCall, result: Tensor) -> Facts:
@@ -443,7 +503,10 @@ class SumNotes(TorchFunctionMode):
         is_created = result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS))
         is_created = is_created or name == "eye"  # Nothing is written to one, in a penalty.
         if is_created or (tensors and level == _OF_NOTHING):
-            return _FIXED._replace(text=self._text(name, call.values[int(is_new) :]))
+            values = call.values[int(is_new) :]
+            is_zero = is_created and ("zeros" in name or (name in _NUMBERS and not any(values)))
+            form = ZERO if is_zero else CONSTANT
+            return _FIXED._replace(form=form, text=self._text(name, values))
         if not tensors:
             return _UNKNOWN  # It may be random, or be written to unseen.
         if level == _OF_SUMS:
@@ -515,12 +578,24 @@ class SumNotes(TorchFunctionMode):
             # A loss may be read to print it.
             self._knows_numbers &= not facts.level or (facts.level == _OF_SUMS and not is_count)
 
-    def _note_rows(self, call: FunctionCall, results: Sequence[Tensor]) -> None:
-        """Notes a reduction of rows, or a number that they are divided by."""
-        if call.name in _REDUCTIONS:
+    def _note_rows(
+        self, call: FunctionCall, results: Sequence[Tensor], row: int | None = None
+    ) -> None:
+        """Notes a reduction of rows, or the elements of a mean in one of them, or a number that they
+        are divided by.
+        """
+        averaged = self._averaged if row is None else self._of_rows.setdefault(row, [])
+        if call.name in _REDUCTIONS and row is None:
             self._reduce(call, results[0])
+        elif row is not None and (call.name in columns.MEANS or call.name.endswith("loss")):
+            averaged.append(call.tensors[0].numel() // max(results[0].numel(), 1))
         if call.name == "div" and isinstance(call.values[-1], (int, float)):
-            self._averaged.append(call.values[-1])
+            averaged.append(call.values[-1])
+
+    def _averaged_everywhere(self) -> list[float]:
+        """Returns the numbers that rows are divided by. Rows of a loop may have their own lengths."""
+        equal = [each[0] for each in zip(*self._of_rows.values(), strict=False) if len({*each}) < 2]
+        return self._averaged + equal
 
     def _note_branch(self, place: int, truth: bool) -> None:
         """Notes that Python has asked for the truth of a function of sums."""
@@ -812,9 +887,10 @@ class SumNotes(TorchFunctionMode):
             lengths,
             self._has_read,
             self._columns,
-            self._averaged,
+            self._averaged_everywhere(),
             branches,
             self._read,
+            self._has_loop,
         )
         return formula, statistics
 
@@ -875,10 +951,8 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:
     """Returns True if two plain tensors have one storage."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    if not is_plain or tensor.device != other.device:
-        return False
-    return storage_id(tensor.untyped_storage()) == storage_id(other.untyped_storage())
+    memory = memory_of_plain(tensor)
+    return memory is not None and memory == memory_of_plain(other) and tensor.device == other.device
 
 
 def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
@@ -908,18 +982,16 @@ def _is_plain(index: object) -> bool:
     return all(isinstance(each, _INDICES) for each in indices)
 
 
-def _has_entries(value: Any, rows: int | None) -> bool:
-    """Returns True for a structure with a list of an entry for each row, such as strings or
-    mappings.
-    """
-    if isinstance(value, Tensor):
-        return False
+def _lists_of_entries(value: Any, rows: int | None) -> Iterator[list[Any]]:
+    """Yields the lists in a structure that have an entry for each row, such as strings or mappings."""
     if isinstance(value, list):
-        return not all(
+        are_tensors = all(
             isinstance(entry, Tensor) and entry.dim() and len(entry) == rows for entry in value
         )
-    container = containers.open_container(value)
-    return container is not None and any(_has_entries(child, rows) for child in container.children)
+        yield from () if are_tensors else [value]
+    elif not isinstance(value, Tensor) and (container := containers.open_container(value)):
+        for child in container.children:
+            yield from _lists_of_entries(child, rows)
 
 
 def sum_and_count(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:

@@ -219,6 +219,15 @@ def memory_of(tensor: Tensor) -> int:
     return storage_id(tensor.untyped_storage()) if is_dense else id(tensor)
 
 
+def memory_of_plain(value: object) -> int | None:
+    """Returns a number of the memory of a plain tensor, None for another value."""
+    if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
+        return None
+    with contextlib.suppress(NotImplementedError):  # A tensor inside of vmap has none.
+        return storage_id(value.untyped_storage()) if value.layout == torch.strided else None
+    return None
+
+
 # Version counter, address, shape, dtype, and requires_grad.
 ParameterState = tuple[int, int, torch.Size, torch.dtype, bool]
 

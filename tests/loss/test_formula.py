@@ -85,6 +85,10 @@ SUMS = {
         F.one_hot(out.argmax(1), CLASSES).to(out).mean(0) * out.softmax(1).mean(0)
     ).sum(),
     "epsilon": lambda out, labels, values: (out * values).sum() / (values.sum() + 1e-6),
+    "loop": lambda out, labels, values: torch.stack(
+        [(one - other).norm() for one, other in zip(out, values, strict=True)]
+    ).mean(),
+    "added in a loop": lambda out, labels, values: sum((row * row).max() for row in out) / len(out),
 }
 ONE = {
     "root": lambda x: (x.square() + 1).sqrt(),
