@@ -86,7 +86,6 @@ _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}
 # The size of the result depends on values.
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount", "pack_padded_sequence"}
 _OF_VALUES = _SELECTIONS | {"where", "__setitem__", PACK_NAME}
-_ELEMENTS = {"unbind", "getitem", "select"}
 _CHECKS = {"isnan", "isinf", "isfinite"}  # A branch on them is that of errors.
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 _JOINS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
@@ -114,7 +113,6 @@ class Facts(NamedTuple):
     divided: tuple[int, float] | None = None  # The place of a sum, and the number that divided it.
     is_target: bool = False  # It does not depend on the outputs.
     is_selected: bool = False  # The size depends on values.
-    is_element: bool = False  # It is computed of some rows alone.
     dim: int | None = None  # The rows are along it, or along none if it is -1. None is unknown.
     is_row: bool = False  # It is computed of the only row, without its dimension.
     row: int | None = None  # It is computed of this row alone, as in a loop over rows.
@@ -519,11 +517,6 @@ class SumNotes(TorchFunctionMode):
         is_selected = any(each.is_selected for each in facts)
         is_selected = is_selected or _is_selection(call.name, call.tensors, result)
         table = call.tensors[0]
-        # Numbers may select all elements of a table, as in the mask of an attention.
-        is_all = result.dim() > table.dim() and result.numel() >= table.numel()
-        is_element = call.name in _ELEMENTS and not is_all
-        is_element = is_element or any(each.is_element for each in facts)
-        is_element = is_element and call.name not in ("any", "all")
         is_row = (call.name == "squeeze" and table.dim() > 0) or all(
             each.is_row for each in facts if each.level
         )
@@ -531,7 +524,6 @@ class SumNotes(TorchFunctionMode):
             call.level,
             is_target=is_target,
             is_selected=is_selected,
-            is_element=is_element,
             dim=self._dim_in(call, result),
             is_row=is_row and not result.dim(),
         )
@@ -570,7 +562,7 @@ class SumNotes(TorchFunctionMode):
             if call.level == _OF_SUMS and place is not None:
                 self._note_branch(place, bool(result))
             # A loop may count rows by their truth.
-            self._knows_numbers &= not self._of(call.tensors[0]).is_element
+            self._knows_numbers &= self._of(call.tensors[0]).row is None
         if call.name in _READS and call.tensors:
             facts = self._of(call.tensors[0])
             self._has_read = self._has_read or bool(facts.level)
