@@ -127,6 +127,7 @@ class ComparisonOfSums:
         self._model: ParallelModel | None = None
         self._is_of_model = False  # The model computes the loss.
         self._is_alone = False  # Samples are those of one forward.
+        self._put_before = copies.copy_state()  # The criterion advances in the update.
 
     def of_model(self, model: ParallelModel | None) -> Self:
         """Tells the model, which may compute the loss. Without it, its rows are not compared."""
@@ -353,7 +354,7 @@ class ComparisonOfSums:
         """Returns the statistics of parts of some rows.
 
         Random numbers are put back. A copy of the criterion computes each, and the criterion itself
-        those of no rows, so its state stays.
+        those of no rows. Each begins with the state before the update, and the present one stays.
         """
         output, targets = pair
         sizes = [0, *sizes]
@@ -365,8 +366,11 @@ class ComparisonOfSums:
         states = generator_states([device])
         rows = count_rows(targets, self.copies.dim, sum(sizes), "targets")
         shards = shards_of_targets(outputs, targets, rows, self.copies.dim, self.copies.devices)
+        put_back = self.copies.copy_state()
+        self._put_before()
         with window(self.copies, states_differ=True):
             results = Calls(self.copies, outputs, shards).run(self._statistics)
+        put_back()
         set_generators(states, [device])
         return [part for part in results if part.tensors]
 
