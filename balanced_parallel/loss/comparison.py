@@ -36,10 +36,12 @@ from ..batch.rows import NOTHING, ParallelModel, Shard, count_rows, cut, move_le
 from ..replicas.replicas import window
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.devices import move
+from ..runtime.module_state import is_of_torch
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import storage_id
 from .additive import AdditiveLoss
 from .copies import Calls, CriterionCopies, ShardLoss, T, shards_of_targets
+from .entries import add_leaves
 from .formula import OVER_NUMBER, Formula
 from .inside import ForwardNotes, RowsOfForward, evaluating, on_host, run_rows, take_rows
 from .names import MASKED, SIZED, SumName, UnknownMeanError, compare_names
@@ -127,7 +129,9 @@ class ComparisonOfSums:
         self._model: ParallelModel | None = None
         self._is_of_model = False  # The model computes the loss.
         self._is_alone = False  # Samples are those of one forward.
-        self._put_before = copies.copy_state()  # The criterion advances in the update.
+        self._before = copies.entries  # The criterion advances in the update.
+        # The statistics of copies of the criterion that have been called before.
+        self._later: list[ShardStatistics] | None = None
 
     def of_model(self, model: ParallelModel | None) -> Self:
         """Tells the model, which may compute the loss. Without it, its rows are not compared."""
@@ -262,6 +266,11 @@ class ComparisonOfSums:
         of_forward = [sample for sample in samples if isinstance(sample, RowsOfForward)]
         if not of_forward:
             self._compare_samples(samples, device)
+            if samples and not is_of_torch(type(self.copies.criterion)):  # type: ignore[arg-type]
+                self._later = []
+                self._compare_samples(samples, device)
+                self._compare_formulas(self._later)
+                self._later = None
         elif self._model is not None:
             self._is_of_model = True
             self._compare_rows(self._model, of_forward[0])
@@ -303,7 +312,11 @@ class ComparisonOfSums:
                 self._refuse(f"rows together raise {type(error).__name__}: {error}", error)
             return False
         # Samples may have other strides than shards.
-        if self._sums and {each.kind for each in self._sums} != {each.kind for each in whole}:
+        if (
+            self._sums
+            and self._later is None
+            and {each.kind for each in self._sums} != {each.kind for each in whole}
+        ):
             self.check_names([self._sums, whole])
         self.compare_sums([whole, *halves], again, rows // count, samples[0].reason)
         self._learn_numbers(whole, halves)
@@ -354,7 +367,8 @@ class ComparisonOfSums:
         """Returns the statistics of parts of some rows.
 
         Random numbers are put back. A copy of the criterion computes each, and the criterion itself
-        those of no rows. Each begins with the state before the update, and the present one stays.
+        those of no rows. Each begins with the state before the update, or with that behind a first
+        call, and the present one stays.
         """
         output, targets = pair
         sizes = [0, *sizes]
@@ -366,13 +380,37 @@ class ComparisonOfSums:
         states = generator_states([device])
         rows = count_rows(targets, self.copies.dim, sum(sizes), "targets")
         shards = shards_of_targets(outputs, targets, rows, self.copies.dim, self.copies.devices)
-        put_back = self.copies.copy_state()
-        self._put_before()
+        present = self.copies.entries
+        for each in self._before:
+            each.put()
         with window(self.copies, states_differ=True):
-            results = Calls(self.copies, outputs, shards).run(self._statistics)
-        put_back()
+            results = Calls(self.copies, outputs, shards).run(self._call)
+        for each in present:
+            each.put()
         set_generators(states, [device])
-        return [part for part in results if part.tensors]
+        parts = [part for part in results if part.tensors]
+        if self._later is not None:
+            self._later += parts
+        return parts
+
+    def _call(self, shard: ShardLoss) -> ShardStatistics:
+        if self._later is not None:
+            self._statistics(shard)
+        return self._statistics(shard)
+
+    def _compare_formulas(self, parts: Sequence[ShardStatistics]) -> None:
+        """Raises ``UnknownMeanError`` if the loss of some sums is another one by the formula of other
+        rows, which has tensors that the criterion has kept.
+        """
+        losses = []
+        for part in parts:
+            formula: Any = part.formula
+            result = formula.compute([*parts[0].tensors.values()], self.copies.criterion)
+            entries = dict(containers.leaves(result))
+            losses.append(add_leaves([entries[place] for place in formula.losses]))
+            first, last = losses[0], losses[-1]
+            if not torch.allclose(first, last, rtol=self._tolerance(last), equal_nan=True):
+                self._refuse(f"it is {_shown(first)} for some sums, and {_shown(last)} again")
 
     def compare_sums(
         self,
@@ -466,6 +504,8 @@ class ComparisonOfSums:
         refuse_coupled(criterion)
         is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
         of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
+        if self._later is not None:
+            of_rows = _KEPT
         raise UnknownMeanError(
             f"the loss of {containers.describe(criterion)} does not add up over the rows: {reason}",
             SIZED if is_of_number else of_rows,
@@ -631,6 +671,10 @@ def _shown(tensor: Tensor) -> str:
     )
 
 
+_KEPT = (
+    ". The criterion keeps values of the rows that it has been called with, which are those of a shard: add them up by a "
+    "SumOverRows, write them after the update, or give DataParallelCriterion whole=True"
+)
 _DEPENDENT_IN_MODEL = (
     ". The rows depend on each other, or the model draws random numbers for all of them: return what the loss needs, such as the "
     "embeddings, and compute it in a criterion, with whole=True for a loss of all rows"

@@ -29,6 +29,7 @@ from ..batch.marks import parameters_of
 from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, ParallelModel, move_leaves, spread
 from ..runtime.collectives import gather_objects, world_size
+from ..runtime.module_state import copy_state
 from .additive import AdditiveLoss
 from .comparison import ComparisonOfSums
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
@@ -479,7 +480,8 @@ class OneCount(MeansInside):
         The loss may have become another function there, whose sums this forward has all. It is
         computed again then, from the state before.
         """
-        put_back = calls.copies.copy_state()
+        criterion = calls.copies.criterion
+        put_back = copy_state(criterion) if isinstance(criterion, nn.Module) else list
         try:
             return self.sums(calls)
         except ChangedLossError:
