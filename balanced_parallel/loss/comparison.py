@@ -405,12 +405,15 @@ class ComparisonOfSums:
         losses = []
         for part in parts:
             formula: Any = part.formula
-            result = formula.compute([*parts[0].tensors.values()], self.copies.criterion)
+            # The last are the sums of all rows. Those of one row may have no count.
+            result = formula.compute([*parts[-1].tensors.values()], self.copies.criterion)
             entries = dict(containers.leaves(result))
             losses.append(add_leaves([entries[place] for place in formula.losses]))
             first, last = losses[0], losses[-1]
             if not torch.allclose(first, last, rtol=self._tolerance(last), equal_nan=True):
-                self._refuse(f"it is {_shown(first)} for some sums, and {_shown(last)} again")
+                self._refuse(
+                    f"equal sums are {_shown(first)} for some rows, and {_shown(last)} for others"
+                )
 
     def compare_sums(
         self,

@@ -78,6 +78,24 @@ def test_state_of_the_rows_is_an_error_by_hand(state):
         run_twice(lambda inputs, target: criterion(model(inputs), target))
 
 
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.ones(())
+
+    def forward(self, output, target):
+        loss = F.cross_entropy(output, target)
+        result = loss / self.mean
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return result
+
+
+def test_state_is_an_error_where_the_first_row_has_no_count():
+    step = make_step(nn.Linear(4, 5), Normalised(), devices=3)
+    with pytest.raises(ValueError, match="keeps values of the rows"):
+        step(torch.randn(7, 4), torch.tensor([-100, 1, 2, -100, 1, 2, -100]))
+
+
 class Logging(nn.Module):
     """A criterion that keeps what it never reads, and a counter of its own type."""
 
