@@ -67,6 +67,15 @@ def is_of_torch(kind: type) -> bool:
     return all(base.__module__.startswith(names) for base in kind.__mro__)
 
 
+def refuse_setting(wrapper: nn.Module, name: str) -> None:
+    """Raises ``AttributeError`` for an attribute of the wrapped module that is assigned to its
+    wrapper, where no forward would read it.
+    """
+    if hasattr(getattr(wrapper, "module", None), name) and not hasattr(wrapper, name):
+        kind = type(wrapper).__name__
+        raise AttributeError(f"{name} was assigned to a {kind}, expected .module.{name} = ...")
+
+
 def embeddings_of(module: nn.Module) -> dict[str, Any]:
     """Returns the embeddings by name, whose forward may rescale their weight."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
