@@ -154,7 +154,7 @@ class DataParallelCriterion(nn.Module):
         the criterion.
         """
         refuse_setting(self, name)
-        if name in ("weight", "minimum", "whole") and hasattr(self, name):
+        if name in ("module", "weight", "minimum", "whole") and hasattr(self, name):
             raise AttributeError(
                 f"{name} was assigned to a DataParallelCriterion, expected a new one: DataParallelCriterion(..., {name}=...)"
             )

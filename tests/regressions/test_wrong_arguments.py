@@ -769,5 +769,7 @@ def test_a_setting_of_the_module_is_not_lost_on_its_wrapper():
         model.scale = 0.5
     with pytest.raises(AttributeError, match=r"expected \.module\.label_smoothing"):
         criterion.label_smoothing = 0.1
+    with pytest.raises(AttributeError, match="expected a new one"):
+        criterion.module = nn.MSELoss()
     model.module.scale = 0.5
     criterion.name = model.name = "theirs"
