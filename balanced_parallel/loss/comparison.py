@@ -37,10 +37,12 @@ from ..batch.rows import NOTHING, ParallelModel, Shard, count_rows, cut, move_le
 from ..replicas.replicas import window
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.devices import move
+from ..runtime.module_state import is_of_torch
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import memory_of_plain
 from .additive import AdditiveLoss
 from .copies import Calls, CriterionCopies, ShardLoss, T, shards_of_targets
+from .entries import add_leaves
 from .formula import OVER_NUMBER, Formula
 from .inside import ForwardNotes, RowsOfForward, evaluating, on_host, run_rows, take_rows
 from .names import MASKED, SIZED, SumName, UnknownMeanError, compare_names
@@ -130,6 +132,9 @@ class ComparisonOfSums:
         self._is_of_model = False  # The model computes the loss.
         self._has_loop = False  # Rows are computed one by one.
         self._is_alone = False  # Samples are those of one forward.
+        self._before = copies.entries  # The criterion advances in the update.
+        # The statistics of copies of the criterion that have been called before.
+        self._later: list[ShardStatistics] | None = None
 
     def of_model(self, model: ParallelModel | None) -> Self:
         """Tells the model, which may compute the loss. Without it, its rows are not compared."""
@@ -264,6 +269,11 @@ class ComparisonOfSums:
         of_forward = [sample for sample in samples if isinstance(sample, RowsOfForward)]
         if not of_forward:
             self._compare_samples(samples, device)
+            if samples and not is_of_torch(type(self.copies.criterion)):  # type: ignore[arg-type]
+                self._later = []
+                self._compare_samples(samples, device)
+                self._compare_formulas(self._later)
+                self._later = None
         elif self._model is not None:
             self._is_of_model = True
             self._compare_rows(self._model, of_forward[0])
@@ -305,11 +315,15 @@ class ComparisonOfSums:
             if len(parts) == 1:
                 self._refuse(f"rows together raise {type(error).__name__}: {error}", error)
             return False
-        # Samples may have other strides than shards.
-        if self._sums and {each.kind for each in self._sums} != {each.kind for each in whole}:
-            self.check_names([self._sums, whole])
+        if self._sums and self._later is None:
+            self._compare_kinds(whole)
         self.compare_sums([whole, *halves], again, rows // count, samples[0].reason)
         return True
+
+    def _compare_kinds(self, whole: Sums) -> None:
+        """Compares the formula of a shard with that of samples, which may have other strides."""
+        if {each.kind for each in self._sums} != {each.kind for each in whole}:
+            self.check_names([self._sums, whole])
 
     def _halve(
         self, samples: Sequence[Sample], constant: set[str], device: torch.device
@@ -350,7 +364,8 @@ class ComparisonOfSums:
         """Returns the statistics of parts of some rows.
 
         Random numbers are put back. A copy of the criterion computes each, and the criterion itself
-        those of no rows, so its state stays.
+        those of no rows. Each begins with the state before the update, or with that behind a first
+        call, and the present one stays.
         """
         output, targets = pair
         targets = map_marked(_copied, targets)  # An entry of a list may be that of several rows.
@@ -363,12 +378,42 @@ class ComparisonOfSums:
         states = generator_states([device])
         rows = count_rows(targets, self.copies.dim, sum(sizes), "targets")
         shards = shards_of_targets(outputs, targets, rows, self.copies.dim, self.copies.devices)
+        present = self.copies.entries
+        for each in self._before:
+            each.put()
         with window(self.copies, states_differ=True):
-            results = Calls(self.copies, outputs, shards).run(self._statistics)
+            results = Calls(self.copies, outputs, shards).run(self._call)
+        for each in present:
+            each.put()
         set_generators(states, [device])
-        formulas = [part.formula for part in results if part.formula]
+        parts = [part for part in results if part.tensors]
+        formulas = [part.formula for part in parts if part.formula]
         self._has_loop = self._has_loop or any(each.has_loop for each in formulas)
-        return [part for part in results if part.tensors]
+        if self._later is not None:
+            self._later += parts
+        return parts
+
+    def _call(self, shard: ShardLoss) -> ShardStatistics:
+        if self._later is not None:
+            self._statistics(shard)
+        return self._statistics(shard)
+
+    def _compare_formulas(self, parts: Sequence[ShardStatistics]) -> None:
+        """Raises ``UnknownMeanError`` if the loss of some sums is another one by the formula of other
+        rows, which has tensors that the criterion has kept.
+        """
+        losses = []
+        for part in parts:
+            formula: Any = part.formula
+            # The last are the sums of all rows. Those of one row may have no count.
+            result = formula.compute([*parts[-1].tensors.values()], self.copies.criterion)
+            entries = dict(containers.leaves(result))
+            losses.append(add_leaves([entries[place] for place in formula.losses]))
+            first, last = losses[0], losses[-1]
+            if not torch.allclose(first, last, rtol=self._tolerance(last), equal_nan=True):
+                self._refuse(
+                    f"equal sums are {_shown(first)} for some rows, and {_shown(last)} for others"
+                )
 
     def compare_sums(
         self,
@@ -465,6 +510,8 @@ class ComparisonOfSums:
             ) from cause
         refuse_coupled(criterion)
         of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
+        if self._later is not None:
+            of_rows = _KEPT
         raise UnknownMeanError(
             f"the loss of {containers.describe(criterion)} does not add up over the rows: {reason}",
             SIZED if is_of_number else of_rows,
@@ -625,6 +672,10 @@ def _shown(tensor: Tensor) -> str:
     )
 
 
+_KEPT = (
+    ". The criterion keeps values of the rows that it has been called with, which are those of a shard: add them up by a "
+    "SumOverRows, write them after the update, or give DataParallelCriterion whole=True"
+)
 _DEPENDENT_IN_MODEL = (
     ". The rows depend on each other, or the model draws random numbers for all of them: return what the loss needs, such as the "
     "embeddings, and compute it in a criterion, with whole=True for a loss of all rows"

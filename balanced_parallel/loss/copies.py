@@ -21,6 +21,7 @@ from ..replicas.all_rows import ALL, UNEXPECTED, forward_of
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import OnCollective, gather_objects, world_size
 from ..runtime.devices import pin
+from ..runtime.module_state import StateEntries
 from ..runtime.torch_private import NO_RANGE, is_differentiable, is_profiled, profiled
 from ..runtime.values import Precision
 from .rules import instead_of
@@ -264,6 +265,13 @@ class CriterionCopies:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the criterion."""
         return parameters_in(self.criterion)
+
+    @property
+    def entries(self) -> list[StateEntries]:
+        """The state of the criterion as it is now, without the values of its tensors."""
+        criterion = self.criterion
+        modules = criterion.modules() if isinstance(criterion, nn.Module) else ()
+        return [*map(StateEntries, modules)]
 
     def run_once(self, function: Callable[[Criterion], T], device: torch.device) -> T:
         """Returns the result of ``function`` for the copy on one device."""

@@ -18,6 +18,7 @@ from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import enter, explain_unwatched, mark_loss, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
+from ..runtime.module_state import refuse_setting
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
 from .copies import (
     Calls,
@@ -127,7 +128,6 @@ class DataParallelCriterion(nn.Module):
         }
         check_dim(dim)
         check_type("sums_rows", sums_rows, bool, "True or False")
-        self.module = criterion
         self.kind = kind
         self._reduction = getattr(criterion, "reduction", None)
         self.weight = weight
@@ -147,10 +147,14 @@ class DataParallelCriterion(nn.Module):
         halves = None if collectives.sums_rows else Checks()
         settings = self.devices, self.output_device, dim or 0, self.precision
         self.copies = CriterionCopies(criterion, *settings, self.replicas, collectives, halves)
+        self.module = criterion
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute, but for the settings that the kind of the loss is made of."""
-        if name in ("weight", "minimum", "whole") and hasattr(self, name):
+        """Sets an attribute, but for the settings that the kind of the loss is made of, and those of
+        the criterion.
+        """
+        refuse_setting(self, name)
+        if name in ("module", "weight", "minimum", "whole") and hasattr(self, name):
             raise AttributeError(
                 f"{name} was assigned to a DataParallelCriterion, expected a new one: DataParallelCriterion(..., {name}=...)"
             )

@@ -29,6 +29,7 @@ from ..batch.marks import parameters_of
 from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, ParallelModel, move_leaves, spread
 from ..runtime.collectives import gather_objects, world_size
+from ..runtime.module_state import copy_state
 from .additive import AdditiveLoss
 from .comparison import ComparisonOfSums
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
@@ -464,8 +465,8 @@ class OneCount(MeansInside):
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
-        parts = calls.run(functools.partial(single_mean, least=self.least))
         comparison = ComparisonOfSums(calls.copies, _HOST, statistics_of)
+        parts = calls.run(functools.partial(single_mean, least=self.least))
         if world_size() == 1:  # Other ranks do not compare now.
             comparison.of_model(calls.outputs.model_of())
         comparison.take([part.terms or {} for part in parts], calls)
@@ -476,13 +477,17 @@ class OneCount(MeansInside):
     def sums_of_only(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica in the only forward of an update.
 
-        The loss may have become another function there, whose sums this forward has all.
+        The loss may have become another function there, whose sums this forward has all. It is
+        computed again then, from the state before.
         """
+        criterion = calls.copies.criterion
+        put_back = copy_state(criterion) if isinstance(criterion, nn.Module) else list
         try:
             return self.sums(calls)
         except ChangedLossError:
             if world_size() > 1:  # The ranks would have to agree.
                 raise
+        put_back()
         return sums_of_update(calls)
 
 

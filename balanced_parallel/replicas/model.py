@@ -19,6 +19,7 @@ from ..batch.plan import check_split, share_by_memory
 from ..batch.rows import Batch, Noting, ParallelModel, Shard, move_arguments
 from ..runtime.collectives import OnCollective
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
+from ..runtime.module_state import refuse_setting
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import NO_RANGE, children_of, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
@@ -114,6 +115,11 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         self._gathers_on = devices[0] if output_device is None else resolve_device(output_device)
         self.output_device = 0 if self._gathers_on.index is None else self._gathers_on.index
         self.module = module.to(devices[0])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, but for those of the module."""
+        refuse_setting(self, name)
+        super().__setattr__(name, value)
 
     def _set_up(
         self, devices: list[torch.device], split: Any, replicas: Replicas, dim: int, precision: Any

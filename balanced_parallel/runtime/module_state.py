@@ -42,17 +42,22 @@ def numbers_of(part: nn.Module) -> dict[str, object]:
 
     Those of torch's modules change in no forward.
     """
+    return _attributes_of(part, _NUMBERS)
+
+
+def _attributes_of(part: nn.Module, kinds: set[type]) -> dict[str, object]:
     if is_of_torch(type(part)):  # type: ignore[arg-type]  # Its stub takes the hash for that of instances.
         return {}
     return {
         name: value
         for name, value in vars(part).items()
-        if (type(value) in _NUMBERS and name != "training")
-        or (type(value) is tuple and _NUMBERS.issuperset(map(type, value)))
+        if (type(value) in kinds and name != "training")
+        or (type(value) is tuple and kinds.issuperset(map(type, value)))
     }
 
 
 _NUMBERS = {int, float, bool}
+_VALUES = {*_NUMBERS, type(None), Tensor}  # An attribute may be None before a forward sets it.
 
 
 @functools.cache
@@ -60,6 +65,15 @@ def is_of_torch(kind: type) -> bool:
     """Returns True for a class without bases elsewhere. FSDP2 makes subclasses in torch."""
     names = ("torch.", "balanced_parallel.", "builtins")
     return all(base.__module__.startswith(names) for base in kind.__mro__)
+
+
+def refuse_setting(wrapper: nn.Module, name: str) -> None:
+    """Raises ``AttributeError`` for an attribute of the wrapped module that is assigned to its
+    wrapper, where no forward would read it.
+    """
+    if hasattr(getattr(wrapper, "module", None), name) and not hasattr(wrapper, name):
+        kind = type(wrapper).__name__
+        raise AttributeError(f"{name} was assigned to a {kind}, expected .module.{name} = ...")
 
 
 def embeddings_of(module: nn.Module) -> dict[str, Any]:
@@ -87,24 +101,27 @@ def copy_state(module: nn.Module) -> Callable[[], None]:
 
 
 class StateEntries:
-    """The numbers and the buffers of a module as they are now, without the values of the buffers."""
+    """The numbers, the tensors and the buffers of a module as they are now, without the values of
+    tensors.
+    """
 
     def __init__(self, part: nn.Module) -> None:
         self.part = part
         self._attributes = vars(part).copy()
-        self._numbers = numbers_of(part)
+        self._values = _attributes_of(part, _VALUES)
         self._buffers = buffers_of(part).copy()
 
     def are_other(self) -> bool:
         """Returns True if a forward has changed, made or removed some."""
-        buffers = [*map(id, self._buffers.values())]
-        is_other = buffers != [*map(id, buffers_of(self.part).values())]
-        return is_other or self._numbers != numbers_of(self.part)
+        return self._identities() != StateEntries(self.part)._identities()
+
+    def _identities(self) -> dict[str, int]:
+        return {name: id(value) for name, value in (self._values | self._buffers).items()}
 
     def put(self) -> None:
         """Puts them back."""
         attributes = vars(self.part)
-        for name in self._numbers.keys() | numbers_of(self.part).keys():
+        for name in self._values.keys() | _attributes_of(self.part, _VALUES).keys():
             attributes[name] = self._attributes.get(name)
             if name not in self._attributes:
                 del attributes[name]

@@ -70,6 +70,39 @@ def test_a_loss_that_changes_advances_buffers_once(rows):
         assert net.calls == number
 
 
+class Warming(nn.Module):
+    """A criterion whose second term begins in the fourth call, with a factor that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("factor", torch.zeros(()))
+
+    def forward(self, output, target):
+        self.calls += 1
+        self.factor += 0.1
+        loss = F.mse_loss(output, target)
+        if self.calls < 4:
+            return loss
+        return loss + self.calls * self.factor.clone() * F.l1_loss(output, target).sqrt()
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(1, None), (3, None), (2, 2), (2, 4)])
+def test_a_criterion_that_counts_its_calls_counts_updates(devices, rows):
+    """A change of the loss was computed twice, and compared with the loss of the next update."""
+    net = nn.Linear(4, 5)
+    criterion = Warming()
+    step = make_step(net, criterion, devices=devices, micro_batch_size=rows)
+    plain = Warming()
+    for number, size in enumerate([7, 8, 5, 8, 6, 8, 7, 3, 8], start=1):
+        inputs = torch.randn(size, 4)
+        target = torch.rand(size, 5)
+        expected = plain(net(inputs), target).detach()
+        assert_close(step(inputs, target), expected)
+        assert criterion.calls == number
+        assert_close(criterion.factor, plain.factor)
+
+
 def test_rows_can_be_added_after_a_loss_has_changed():
     net = nn.Linear(4, 5)
     number = 1

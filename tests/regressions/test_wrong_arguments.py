@@ -749,3 +749,27 @@ def test_means_of_a_bare_tensor_and_on_a_device_by_its_name():
         ):
             CALLS[name][0](torch.ones(()))
     assert weighted_mean([torch.ones(())], [1], "cpu") == 1
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+        self.scale = 1.0
+
+    def forward(self, *tensors):
+        return self.layer(tensors[0]) * self.scale
+
+
+def test_a_setting_of_the_module_is_not_lost_on_its_wrapper():
+    """``criterion.label_smoothing = 0.1`` and ``model.scale = 0.5`` had no effect."""
+    model = DataParallelModel(Scaled(), ["cpu"] * 2)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    with pytest.raises(AttributeError, match=r"a DataParallelModel, expected \.module\.scale"):
+        model.scale = 0.5
+    with pytest.raises(AttributeError, match=r"expected \.module\.label_smoothing"):
+        criterion.label_smoothing = 0.1
+    with pytest.raises(AttributeError, match="expected a new one"):
+        criterion.module = nn.MSELoss()
+    model.module.scale = 0.5
+    criterion.name = model.name = "theirs"
