@@ -387,9 +387,9 @@ def _call(
             raise
 
 
-def tensors_outside(criterion: Criterion) -> dict[str, Tensor]:
+def tensors_outside(criterion: Criterion) -> dict[str, list[Tensor]]:
     """Returns the tensors that a function reads beside its arguments, or that a module has as plain
-    attributes, by their names.
+    attributes, also in lists and dictionaries, by the names of these.
     """
     try:
         outside = inspect.getclosurevars(
@@ -399,7 +399,10 @@ def tensors_outside(criterion: Criterion) -> dict[str, Tensor]:
     # it is not written in Python, or a functools.partial, whose tensors are moved
     except TypeError:
         return {}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    kinds = Tensor, dict, list, tuple
+    named = {name: value for name, value in values.items() if isinstance(value, kinds)}
+    found = {name: containers.tensors_in(value) for name, value in named.items()}
+    return {name: tensors for name, tensors in found.items() if tensors}
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:

@@ -112,7 +112,7 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True, is_blind: bool = False
 def _constants_in(criterion: Criterion) -> list[object]:
     """Returns the tensors that a criterion has, or reads, beside its parameters and arguments."""
     function, arguments, settings = unwrap(criterion)
-    outside = tensors_outside(function).values()
+    outside = itertools.chain(*tensors_outside(function).values())
     buffers = criterion.buffers() if isinstance(criterion, nn.Module) else ()
     return [arguments, settings, *buffers, *(each for each in outside if not each.requires_grad)]
 

@@ -230,6 +230,20 @@ def pinball(quantiles, errors):
     return torch.maximum(quantiles * errors, (quantiles - 1) * errors).sum(0).mean()
 
 
+ANCHORS = {"weight": torch.full((CLASSES,), 0.3, dtype=torch.float64), "layers": [torch.ones(2)]}
+
+
+def test_tensors_in_a_dictionary_beside_the_arguments_have_no_rows():
+    """Anchors of a penalty, as of elastic weights, were a sum over the rows of each shard."""
+
+    def anchored(out, values):
+        penalty = ANCHORS["weight"].square().sum() + ANCHORS["layers"][0].sum()
+        return F.mse_loss(out, values) + 0.1 * penalty
+
+    found, expected = two_outputs(anchored)
+    assert_close(found, expected)
+
+
 ROWS_FIRST = {
     "sum": lambda out, values: ((out - values) ** 2).mean(0).sum(),
     "axis": lambda out, values: torch.mean((out - values) ** 2, axis=-2, keepdim=True).sum(),
