@@ -98,6 +98,9 @@ _NUMBERS = {"tensor", "new_tensor", "as_tensor", "scalar_tensor"}
 _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
 _ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "pow"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
+# Means over elements. That of class indices leaves out padding.
+_MEANS = {each.__name__ for each, rule in RULES.items() if rule is not RULES[F.cross_entropy]}
+_MEANS |= columns.MEANS
 _INDICES = slice, int, type(None), type(...)  # They select elements that no value tells.
 _WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
 # Names of the methods of a tensor. Some cannot be imported by the name that they have themselves.
@@ -579,7 +582,7 @@ class SumNotes(TorchFunctionMode):
         averaged = self._averaged if row is None else self._of_rows.setdefault(row, [])
         if call.name in _REDUCTIONS and row is None:
             self._reduce(call, results[0])
-        elif row is not None and (call.name in columns.MEANS or call.name.endswith("loss")):
+        elif row is not None and call.name in _MEANS and reduction_in(call.kwargs) == "mean":
             averaged.append(call.tensors[0].numel() // max(results[0].numel(), 1))
         if call.name == "div" and isinstance(call.values[-1], (int, float)):
             averaged.append(call.values[-1])
