@@ -284,9 +284,14 @@ class Option:
         if they fit.
         """
         lines = self.lines(micro_batches)
-        limits = self.limits if fits else [None] * len(self.limits)
         return [
-            self.context + (lines.reserved(device, rows[device] * self.step, limits[device]) or 0)
+            self.context
+            + (
+                lines.reserved(
+                    device, rows[device] * self.step, self.limits[device] if fits else None
+                )
+                or 0
+            )
             for device in self.request.traced_devices
         ]
 
@@ -305,7 +310,7 @@ class Option:
 
             return list(itertools.starmap(most, enumerate(self.limits)))
         equal = {-(-self.share // count) for count in range(1, self.share + 1)}
-        sizes = [0, *sorted(size for size in equal if size <= share)]
+        sizes = [0, *sorted(equal.intersection(range(share + 1)))]
         place = most_that_fit(
             lambda place: lines.fit(self.limits, sizes[place] * self.step), len(sizes) - 1
         )
@@ -326,7 +331,9 @@ class Option:
             self.context + self.lines(2).at_least_at_once(device, self.share * self.step)
             for device in self.request.traced_devices
         ]
-        if cut.number != 1 and sum(peaks) <= sum(self.limits) + SCALARS * len(peaks):
+        # The two passes of a loss that couples rows may keep more than one of them.
+        slack = 2 * self.gradients * self.request.couples_rows
+        if cut.number != 1 and sum(peaks) <= sum(self.limits) + slack * len(peaks):
             at_once = self._cut_at(self.most_rows(1, share), unequal)
             return at_once if at_once.number == 1 else cut
         return cut

@@ -58,8 +58,9 @@ class Lines:
             np.array([sizes.get(each.kind, each.size) for each in trace.blocks])
             for trace in (first, self._last)
         ]
-        columns = zip(*first.blocks, strict=True)
-        devices, _, kinds, _, _, _, self._streams, *bounds, is_output = columns
+        devices, _, kinds, _, _, _, self._streams, *bounds, is_output = zip(
+            *first.blocks, strict=True
+        )
         self.kinds, self.is_output = map(np.array, (kinds, is_output))
         self._lower, self._upper = np.array(bounds)
         # the host counts as one device more
@@ -157,10 +158,10 @@ class Lines:
         """Returns the least bytes of an update of one micro-batch, as the first of a trace is: it
         lacks the state of the optimizer.
         """
-        sizes, levels = self._sums(device, rows)
-        state = self.kinds == "optimizer state"
-        step = state[self._numbers].argmax() or self.start
-        return int(levels[:step].max() + sizes @ state - sizes @ (self.kinds == "inputs"))
+        sizes, _ = self._sums(device, rows)
+        state = sizes * (self.kinds == "optimizer state")
+        levels = np.cumsum(np.sign(self._events) * (sizes - state)[self._numbers])
+        return int(levels[: self.start].max() + state.sum() - sizes @ (self.kinds == "inputs"))
 
     def _most(self, levels: Numbers) -> int:
         """Returns the maximum in the updates that count: segments of the first update stay."""

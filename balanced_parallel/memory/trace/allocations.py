@@ -106,7 +106,7 @@ _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 
 
 @functools.cache
-def _facts_of(func: Any) -> tuple[str, str, Callable[..., int] | None, bool]:
+def _facts_of(func: Any) -> tuple[str, str, Any, bool]:
     """Returns the name of an operator, the kind of its results, the function that counts its
     operations, and whether ``operators.py`` has a rule for it.
     """
@@ -178,7 +178,7 @@ class Count(TorchDispatchMode):
         number = None if node is None else number_of(node)
         if number != self._node:
             self._node, self._older = number, len(self.blocks)
-        self._reused = self._here = None
+        self._reused = None
         self._keep_place()
         name, kind, formula, is_special = _facts_of(func)
         run = self._run if is_special else run_once
@@ -224,11 +224,10 @@ class Count(TorchDispatchMode):
 
     def _take(self, func: object, args: tuple[Any, ...], workspace: Workspace) -> None:
         """Records a block of an operator."""
-        size, kind, least, most = workspace
+        size, kind, *bounds = workspace
         if size:
-            device = str(args[0].device)
-            block = Block(device, size, kind, str(func), *self._place(), least=least, most=most)
-            self.blocks.append(block)
+            facts = str(args[0].device), size, kind, str(func), *self._place(), 0, *bounds, False
+            self.blocks.append(Block._make(facts))
             self.events.append(len(self.blocks))
 
     def _run(
@@ -257,7 +256,7 @@ class Count(TorchDispatchMode):
             entry = self._live.get(storage_id(storage))
             if entry is None:
                 facts = str(tensor.device), storage.nbytes(), kind, operator, *self._place()
-                self._allocate(storage, Block(*facts, stream=int(_beside.get())))
+                self._allocate(storage, Block(*facts, int(_beside.get())))
             elif kind != "temporaries":
                 self._change(entry[1], kind=kind)
 
