@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import importlib.util
 import json
@@ -488,11 +489,16 @@ def _in_one_line(error: BaseException) -> str:
 def run_console_script() -> int:
     """Runs ``balanced-parallel``.
 
-    Modules of the present folder can be imported, as with ``python -m``.
+    Modules of the present folder can be imported, as with ``python -m``. The garbage collector
+    visits all imported modules, also at the end of the process: it stays off.
     """
+    gc.disable()
     sys.path.insert(0, os.getcwd())
-    return main()
+    try:
+        return main()
+    finally:
+        gc.freeze()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_console_script())

@@ -267,10 +267,10 @@ class Option:
         Those of several micro-batches differ if each runs its forward twice.
         """
         if not self.request.couples_rows:
-            first = next(iter(self.traced.values())).first
-            return first.flops / (first.rows * first.micro_batches)
+            lines = next(iter(self.traced.values()))
+            return lines.first.flops / (lines.first.rows * lines.request.traced_micro_batches)
         lines = self.lines(micro_batches)
-        return lines.flops(self.batch_size // lines.first.micro_batches) / self.batch_size
+        return lines.flops(self.batch_size // lines.request.traced_micro_batches) / self.batch_size
 
     def needs(self) -> int:
         """Returns the bytes that one row per device reserves, or a step that runs whole, on the
@@ -284,43 +284,37 @@ class Option:
         if they fit.
         """
         lines = self.lines(micro_batches)
-        limits = self.limits if fits else [None] * len(self.limits)
         return [
-            self.context + (lines.reserved(device, rows[device] * self.step, limits[device]) or 0)
+            self.context
+            + (
+                lines.reserved(
+                    device, rows[device] * self.step, self.limits[device] if fits else None
+                )
+                or 0
+            )
             for device in self.request.traced_devices
         ]
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
         """Returns the rows that fit on each device in one forward, at most ``share``.
 
-        Devices of one size have equal shares: each has at most the rows of those before it.
+        Of equal shares, only the sizes of equal micro-batches are tried.
         """
         lines = self.lines(micro_batches)
+        if self.may_differ:
 
-        @functools.cache
-        def most(device: int) -> int:
-            limit = self.limits[device]
-            bound = min([share, *map(most, range(0 if self.may_differ else device))])
-            # The first search takes no replay.
-            bound = most_that_fit(
-                lambda rows: self.context + lines.at_least(device, rows * self.step) <= limit, bound
-            )
-            return most_that_fit(
-                lambda rows: lines.reserved(device, rows * self.step, limit) is not None, bound
-            )
+            def most(device: int, limit: int) -> int:
+                return most_that_fit(
+                    lambda rows: lines.reserved(device, rows * self.step, limit) is not None, share
+                )
 
-        return [most(device) for device in self.request.traced_devices]
-
-    def _may_fit_at_once(self) -> bool:
-        """Returns False if the batch does not fit in one micro-batch, which saves at most the
-        gradients of several.
-        """
-        shards = self.request.devices if self.request.layout.is_sharded else 1
-        gradients = 2 * self.gradients // shards
-        lines = self.lines(2)
-        rows = self.share * self.step
-        peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
-        return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
+            return list(itertools.starmap(most, enumerate(self.limits)))
+        equal = {-(-self.share // count) for count in range(1, self.share + 1)}
+        sizes = [0, *sorted(equal.intersection(range(share + 1)))]
+        place = most_that_fit(
+            lambda place: lines.fit(self.limits, sizes[place] * self.step), len(sizes) - 1
+        )
+        return [sizes[place]] * len(self.limits)
 
     def _cut(self) -> MicroBatches:
         """Cuts the batch into the fewest micro-batches that fit, in equal shares if these fit."""
@@ -333,7 +327,13 @@ class Option:
         most = self.most_rows(2, max(share // 2, 1) if self.request.couples_rows else share)
         unequal = self.may_differ and min(most) < self.share
         cut = self._cut_at(most, unequal)
-        if cut.number != 1 and self._may_fit_at_once():
+        peaks = [
+            self.context + self.lines(2).at_least_at_once(device, self.share * self.step)
+            for device in self.request.traced_devices
+        ]
+        # The two passes of a loss that couples rows may keep more than one of them.
+        slack = 2 * self.gradients * self.request.couples_rows
+        if cut.number != 1 and sum(peaks) <= sum(self.limits) + slack * len(peaks):
             at_once = self._cut_at(self.most_rows(1, share), unequal)
             return at_once if at_once.number == 1 else cut
         return cut
@@ -486,15 +486,14 @@ class Search:
         self._refused = set[Option]()  # No trace could run them.
         self._failing = set[PlannedSaving]()
         self._option = functools.cache(self._make_option)
-        savings = self._suited("layout")
-        on_host: list[Combination] = [(saving,) for saving in savings if saving is ON_HOST]
-        layouts: list[Combination] = [
-            (),
-            *((saving,) for saving in savings if saving is not ON_HOST),
-        ]
+        suited = self._suited("layout")
+        others = [(saving,) for saving in suited if saving is not ON_HOST]
+        layouts: list[Combination] = [(), *others]
         # The layouts of a group are tried together. Shards over several devices need no more of
         # each than an optimizer on the host.
-        self._groups = [layouts, on_host] if len(capacity) == 1 and on_host else [layouts]
+        self._groups = [layouts]
+        if len(capacity) == 1 and ON_HOST in suited:
+            self._groups.append([(ON_HOST,)])
         self._last = self._groups[-1][-1]
         self._traffic = min(option.traffic(1) for option in self._make(layouts))
 
@@ -539,8 +538,7 @@ class Search:
         if self._is_new(option) and self._has_a_chance(option):
             _log.info("trying: %s", option.name)
             try:
-                choice = option.choose(next(iter(self.choices), option))
-                self.choices[option] = choice
+                self.choices[option] = choice = option.choose(next(iter(self.choices), option))
                 first = min(self.choices.values(), key=lambda each: (not each.fits, each.cost))
                 if choice.fits and choice is first:
                     _log.info("the best so far: %s", ", ".join(row_of(choice)))

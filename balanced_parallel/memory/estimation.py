@@ -350,7 +350,7 @@ def make_report(
             for name, place in exact.first.marks.items()
             if name in ("backward", "update")
         },
-        flops=exact.flops(rows) * request.micro_batches // exact.first.micro_batches,
+        flops=exact.flops(rows) * request.micro_batches // exact.request.traced_micro_batches,
         affine=batches.lines.is_affine,
         batches=batches,
     )
@@ -384,13 +384,11 @@ def _assumed_of_loop(request: Request, lines: Lines, rows: int) -> dict[str, str
         assumed["zero_grad"] = (
             "assumed: after the forward; a loop that calls it before has keeps_gradients=False"
         )
-    elif more := lines.more_if_kept(0, rows, lambda block: block.kind == "gradients"):
+    elif more := lines.more_if_kept(0, rows, lines.kinds == "gradients"):
         assumed["zero_grad"] = (
             f"assumed: before the forward; a loop that calls it after needs {values.format_bytes(more)} more"
         )
-    if not request.keeps_outputs and (
-        more := lines.more_if_kept(0, rows, lambda block: block.is_output)
-    ):
+    if not request.keeps_outputs and (more := lines.more_if_kept(0, rows, lines.is_output)):
         assumed["outputs"] = (
             "assumed: released after the loss; a loop that keeps them until the next forward needs "
             f"{values.format_bytes(more)} more (keeps_outputs=True)"

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..batch.plan import split_sizes
-from .allocator import Replay, replay
+from .allocator import replay
+from .operators import MAYBE
 from .problem import Request
-from .trace.allocations import MAYBE, Block, Trace
+from .trace.allocations import Block, Trace
 from .trace.fakes import fake_devices
 from .trace.tracer import run_traces
 
@@ -54,17 +55,18 @@ class Lines:
         # Workspaces have the size of those of the request's kind, which the trace may not have.
         sizes = {"workspace": request.kind.workspace}
         self._bytes = [
-            np.array([sizes.get(each.kind, each.size) for each in trace.blocks], dtype=np.int64)
+            np.array([sizes.get(each.kind, each.size) for each in trace.blocks])
             for trace in (first, self._last)
         ]
-        bounds = [(block.least, block.most) for block in first.blocks]
-        self._lower, self._upper = np.array(bounds, dtype=np.int64).reshape(-1, 2).T
-        # the host counts as one device more
-        self._devices = np.array(
-            [places.get(block.device, request.devices) for block in first.blocks], dtype=np.int64
+        devices, _, kinds, _, _, _, self._streams, *bounds, is_output = zip(
+            *first.blocks, strict=True
         )
-        self._certain = np.array([block.kind != MAYBE for block in first.blocks])
+        self.kinds, self.is_output = map(np.array, (kinds, is_output))
+        self._lower, self._upper = np.array(bounds)
+        # the host counts as one device more
+        self._devices = np.array([places.get(device, request.devices) for device in devices])
         self._events = np.array(first.events, dtype=np.int64)
+        self._numbers = np.abs(self._events) - 1  # the places of their blocks
         self._replay = functools.cache(self._replay_events)
 
     @property
@@ -109,23 +111,21 @@ class Lines:
         """
         replayed = self._replay(device, rows, None, False)
         assert replayed is not None
-        return np.array(replayed.allocated[self.start :], dtype=np.int64)
+        return replayed[0][self.start :]
 
     def allocated(self, device: int, rows: int) -> int:
         """Returns the maximum of bytes in use in the second update."""
         return int(self.levels(device, rows).max())
 
-    def more_if_kept(self, device: int, rows: int, is_kept: Callable[[Block], bool]) -> int:
+    def more_if_kept(self, device: int, rows: int, is_kept: NDArray[np.bool_]) -> int:
         """Returns how much higher the peak is if a loop keeps some blocks of an update until the
         backward of the next.
         """
-        numbers = np.abs(self._events) - 1
-        mask = np.array([is_kept(block) for block in self.first.blocks])[numbers]
         sizes, _ = self._sums(device, rows)
-        released = sizes[numbers] * (mask & (self._events < 0))
+        released = (sizes * is_kept)[self._numbers] * (self._events < 0)
         extra = np.cumsum(released)
         backward = self.first.marks["backward"]
-        is_first = numbers < self._events[: self.start].max(initial=0)
+        is_first = self._numbers < self._events[: self.start].max(initial=0)
         extra[backward:] -= (released * is_first)[:backward].sum()
         levels = self.levels(device, rows)
         return int((levels + extra[self.start :]).max() - levels.max())
@@ -146,13 +146,22 @@ class Lines:
         ``upper`` at most.
         """
         replayed = self._replay(device, rows, capacity, upper)
-        return None if replayed is None else replayed.reserved
+        return None if replayed is None else replayed[1]
 
     def at_least(self, device: int, rows: int) -> int:
         """Returns the most bytes of blocks in use on a device, without what the allocator does not
         split off. No replay.
         """
         return self._most(self._sums(device, rows)[1])
+
+    def at_least_at_once(self, device: int, rows: int) -> int:
+        """Returns the least bytes of an update of one micro-batch, as the first of a trace is: it
+        lacks the state of the optimizer.
+        """
+        sizes, _ = self._sums(device, rows)
+        state = sizes * (self.kinds == "optimizer state")
+        levels = np.cumsum(np.sign(self._events) * (sizes - state)[self._numbers])
+        return int(levels[: self.start].max() + state.sum() - sizes @ (self.kinds == "inputs"))
 
     def _most(self, levels: Numbers) -> int:
         """Returns the maximum in the updates that count: segments of the first update stay."""
@@ -161,23 +170,27 @@ class Lines:
     def _sums(self, device: int, rows: int, upper: bool = False) -> tuple[Numbers, Numbers]:
         """Returns the size of each block of a device, and the sum of those in use after each event."""
         unit = self.request.kind.rounds_to
-        sizes = self.sizes(rows) * ((self._devices == device) & (self._certain | upper))
-        return sizes, np.cumsum(
-            np.sign(self._events) * (-(-sizes // unit) * unit)[np.abs(self._events) - 1]
-        )
+        sizes = self.sizes(rows) * ((self._devices == device) & ((self.kinds != MAYBE) | upper))
+        return sizes, np.cumsum(np.sign(self._events) * (-(-sizes // unit) * unit)[self._numbers])
 
     def _replay_events(
         self, device: int, rows: int, capacity: int | None, upper: bool
-    ) -> Replay | None:
+    ) -> tuple[Numbers, int] | None:
+        """Returns the bytes of blocks in use after each event, and those that are reserved."""
         kind, (sizes, levels) = self.request.kind, self._sums(device, rows, upper)
         most = self._most(levels)
         limit = None if capacity is None else capacity - kind.context
         if limit is not None and most > limit:  # a replay would take long
             return None
         if not kind.is_gpu:
-            return Replay(levels.tolist(), most)
-        streams = [block.stream for block in self.first.blocks]
-        return replay(self.first.events, sizes.tolist(), limit, streams, kind.expandable)
+            return levels, most
+        has_size = sizes[self._numbers] > 0
+        events = self._events[has_size].tolist()
+        result = replay(events, sizes.tolist(), limit, self._streams, kind.expandable)
+        if result is None:
+            return None
+        # Events of blocks on other devices change nothing.
+        return np.array([0, *result.allocated])[np.cumsum(has_size)], result.reserved
 
     def fit(self, limits: Sequence[int], rows: int) -> bool:
         """Returns True if each device reserves at most its limit in bytes."""
@@ -199,7 +212,7 @@ class Lines:
         allocated = events[events > 0] - 1
         on_host = allocated[self._devices[allocated] == self.request.devices]
         return int(self.sizes(rows)[on_host].sum()) // (
-            self.request.devices * self.first.micro_batches
+            self.request.devices * self.request.traced_micro_batches
         )
 
     def blocks_at_peak(self, device: int, rows: int) -> list[Block]:

@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -138,7 +138,29 @@ RECURRENT_LAYERS = (
 )
 
 
-def convolution_workspace(func: object, args: tuple[Any, ...], result: Any) -> int:
+# memory that is taken or not: not part of a report but of its upper bound
+MAYBE = "workspace of cuDNN"
+UNLIMITED = 2**62
+
+
+class Workspace(NamedTuple):
+    """Bytes that an operator takes for itself for some rows, the most for which it takes none, and
+    the most for any rows.
+    """
+
+    size: int
+    kind: str = "temporaries"
+    least: int = 0
+    most: int = UNLIMITED
+
+
+def _convolution_workspace(
+    stride: Sequence[int],
+    groups: int,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+) -> list[Workspace]:
     """Returns the most bytes that cuDNN takes for a convolution of size 3 in float32: 2.25 times
     its input and output in 2D.
 
@@ -146,12 +168,6 @@ def convolution_workspace(func: object, args: tuple[Any, ...], result: Any) -> i
     3D (6 for 4 once more) and between the values that a dilation skips. cuDNN chooses it or another
     one.
     """
-    if func is _aten.convolution.default:
-        output, (input, weight, _, stride, _, _, _, _, groups) = result, args
-    elif func is _aten.convolution_backward.default:
-        output, input, weight, _, stride, _, _, _, _, groups, _ = args
-    else:
-        return 0
     sizes = weight.shape[2:]
     if (
         {*sizes} != {3}
@@ -159,25 +175,23 @@ def convolution_workspace(func: object, args: tuple[Any, ...], result: Any) -> i
         or {*stride, groups} != {1}
         or weight.dtype != torch.float32
     ):
-        return 0
-    return int((input.nbytes + output.nbytes) * 1.5 ** len(sizes))
+        return []
+    return [Workspace(int((input.nbytes + output.nbytes) * 1.5 ** len(sizes)), MAYBE)]
 
 
-# Bytes for some rows, the most for which an operator takes none, and the most for any rows.
-Workspace = tuple[int, int, int]
-UNLIMITED = 2**62
-
-
-def embedding_workspaces(func: object, args: tuple[Any, ...]) -> list[Workspace]:
+def _embedding_workspaces(
+    gradient: Tensor,
+    ids: Tensor,
+    words: int,
+    _: int,
+    counts_words: bool,
+) -> list[Workspace]:
     """Returns what CUDA's backward of an embedding takes for itself: partial sums of its rows, one
     for each word in the batch and for each ten ids, and indices.
 
     ``embedding_backward_cuda_kernel`` of aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu
     allocates them. Embedding.cu calls another kernel for up to 3,072 ids.
     """
-    if func is not _aten.embedding_dense_backward.default:
-        return []
-    gradient, ids, words, _, counts_words = args
     count = ids.numel()
     index = ids.itemsize
     threshold = 0 if counts_words else 3072
@@ -185,8 +199,8 @@ def embedding_workspaces(func: object, args: tuple[Any, ...]) -> list[Workspace]
     word = partial_sum + 2 * index
     id = partial_sum // 10 + (3 + counts_words) * index
     return [
-        (count * word, threshold * word, words * word),
-        (count * id, threshold * id, UNLIMITED),
+        Workspace(count * word, least=threshold * word, most=words * word),
+        Workspace(count * id, least=threshold * id),
     ]
 
 
@@ -359,18 +373,27 @@ def answer(
     return NotImplemented if rule is None else rule(*args, **kwargs)
 
 
-def selected(func: object, args: tuple[Any, ...]) -> int:
-    """Returns the bytes that an operator takes for itself: indices of boolean masks, and the second
-    table of the CTC loss.
+def workspaces(func: object, args: Sequence[Any], result: Any, is_gpu: bool) -> list[Workspace]:
+    """Returns what an operator takes for itself: indices of boolean masks, the second table of the
+    CTC loss, and workspaces of a GPU.
     """
     if func in _CTC_BACKWARD:
-        return int(args[6].nbytes)
-    indices = [index for index in args[1] if index is not None] if func in _INDEXES else []
-    masks = list(filter(_is_mask, indices))
-    if len(indices) == len(masks) == 1 and func in _WRITES and args[2].numel() == 1:
-        return 0  # Torch fills the mask with this number.
-    # These are the result of nonzero, and a copy per dimension.
-    return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)
+        return [Workspace(args[6].nbytes)]
+    if func in _INDEXES:
+        _, indices, *written = args
+        places = [index for index in indices if index is not None]
+        masks = list(filter(_is_mask, places))
+        if len(places) == len(masks) == 1 and written and written[0].numel() == 1:
+            return []  # Torch fills the mask with this number.
+        # These are the result of nonzero, and a copy per dimension.
+        return [Workspace(sum(2 * 8 * mask.numel() * mask.dim() for mask in masks))]
+    if func is _aten.convolution.default and is_gpu:
+        return _convolution_workspace(args[3], args[8], result, *args[:2])
+    if func is _aten.convolution_backward.default and is_gpu:
+        return _convolution_workspace(args[4], args[9], *args[:3])
+    if func is _aten.embedding_dense_backward.default and is_gpu:
+        return _embedding_workspaces(*args)
+    return []
 
 
 def _is_mask(index: Tensor | None) -> TypeGuard[Tensor]:
@@ -432,8 +455,13 @@ def _grouped_products(
 
 
 _CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
-_WRITES = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
-_INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}
+_INDEXES = {
+    _aten.index.Tensor,
+    _aten._unsafe_index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+}
 SELECTIONS: dict[object, Callable[..., object]] = {
     _aten.nonzero.default: lambda mask: _integers(mask, mask.numel(), mask.dim()),
     _aten.masked_select.default: lambda tensor, mask: tensor.new_empty(
@@ -464,6 +492,10 @@ _RULES: dict[object, Callable[..., object]] = {
 }
 
 
+# Torch counts no operations of experts.
+FLOPS: dict[object, Callable[..., int]] = {
+    _aten._grouped_mm.default: lambda left, right, *_, **__: 2 * left.numel() * right.shape[-1]
+}
 # aten/src/ATen/native/{BinaryOps,Loss}.cpp: the elements are written to the result, and it is
 # resized to a scalar
 _LOSSES = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default}
@@ -475,3 +507,18 @@ def keep_elements(func: object, args: Sequence[object], result: Any) -> None:
         tensors = [argument for argument in args[:2] if isinstance(argument, Tensor)]
         elements = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)).numel()
         result.untyped_storage().resize_(elements * result.dtype.itemsize)
+
+
+# Operators with a rule in this file. All others only allocate their results.
+SPECIAL = {
+    *READS,
+    *_UNKNOWN,
+    *_RULES,
+    *_LOSSES,
+    *_INDEXES,
+    *MATRIX_PRODUCTS,
+    *IN_PLACE,
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+    _aten.embedding_dense_backward.default,
+}

@@ -251,6 +251,26 @@ def test_parameters_in_bf16_take_half_the_bytes():
     assert plain.traffic(1) - half.traffic(1) == half.gradients
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("layout", ["replicas", "fsdp"])
+def test_traces_of_several_micro_batches_bound_one(layout, optimizer):
+    """Plans leave out traces of a batch at once that would not fit, and must not leave out others."""
+    request = make_request(
+        Problem(Wide(), nn.MSELoss(), *batch(4)),
+        layout=layout,
+        devices=2,
+        device_kind="a100",
+        optimizer=optimizer,
+    )
+    option = candidates.Option((), request, (2**30,) * 2, 4)
+    for rows in (2, 64):
+        least, most = (
+            getattr(option.lines(count), name)(0, rows * option.step)
+            for count, name in ((2, "at_least_at_once"), (1, "at_least"))
+        )
+        assert 0.9 * most < least <= most
+
+
 def test_blocks_with_small_gradients_are_traced_by_few_of_them():
     """All blocks of a model with adapters were traced, and a plan had no verdict within 6 minutes."""
     net = Wide(blocks=8).requires_grad_(False)

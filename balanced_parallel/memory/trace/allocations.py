@@ -1,19 +1,18 @@
 """A record of every allocation and every release during a step on fake tensors, in order."""
 
 import functools
-import itertools
 import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # torch has no public module of fake tensors
@@ -24,16 +23,17 @@ from ...runtime.torch_private import is_sharded
 from ...strategies.tracing import SideStreams
 from ..devices import DeviceKind
 from ..operators import (
+    FLOPS,
     IN_PLACE,
     MATRIX_PRODUCTS,
     SELECTIONS,
+    SPECIAL,
     UNLIMITED,
+    Workspace,
     answer,
-    convolution_workspace,
-    embedding_workspaces,
     is_in_place,
     keep_elements,
-    selected,
+    workspaces,
 )
 from .private import current_node, next_number, number_of, shared_id, storage_id, tensors_of
 from .results import run_once
@@ -81,15 +81,13 @@ class Block(NamedTuple):
     is_output: bool = False  # a loop may keep it until the next forward
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """The events of two updates as in :class:`Count`.
 
     The second begins at ``marks["second"]``, and has ``flops`` operations.
     """
 
     rows: int
-    micro_batches: int
     blocks: list[Block]
     events: list[int]
     marks: dict[str, int]
@@ -98,19 +96,23 @@ class Trace:
 
 def ordered(events: list[int]) -> list[int]:
     """Sorts the releases between two allocations. Their order varies with memory addresses."""
-    runs = itertools.groupby(events, lambda event: event > 0)
-    return [
-        event
-        for is_allocation, run in runs
-        for event in (run if is_allocation else sorted(run, reverse=True))
-    ]
+    numbers = np.array(events, dtype=np.int64)
+    runs = np.cumsum(np.diff(numbers > 0, prepend=False))
+    return list(numbers[np.lexsort((np.abs(numbers), runs))].tolist())
 
 
-# memory that is taken or not: not part of a report but of its upper bound
-MAYBE = "workspace of cuDNN"
-_GROUPED_PRODUCTS = torch.ops.aten._grouped_mm.default
 _DEVICE = torch.ops.prim.device.default
 _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
+
+
+@functools.cache
+def _facts_of(func: Any) -> tuple[str, str, Any, bool]:
+    """Returns the name of an operator, the kind of its results, the function that counts its
+    operations, and whether ``operators.py`` has a rule for it.
+    """
+    kind = "communication buckets" if func.namespace in _COMMUNICATES else "temporaries"
+    formula = FLOPS.get(func) or flop_registry.get(func._overloadpacket)
+    return str(func), kind, formula, func in SPECIAL
 
 
 class Count(TorchDispatchMode):
@@ -178,29 +180,24 @@ class Count(TorchDispatchMode):
             self._node, self._older = number, len(self.blocks)
         self._reused = None
         self._keep_place()
-        result = self.values.follow(func, args, kwargs, lambda: self._run(func, args, kwargs))
-        self._count_operations(func, args, kwargs, result)
-        keep_elements(func, args, result)
-        kind = "communication buckets" if func.namespace in _COMMUNICATES else "temporaries"
-        self.see_all(tensors_of(result), kind, str(func))
-        if func in IN_PLACE and isinstance(result, Tensor):
-            self._reuse(func, args[0], result)
-        self._take_for_operator(func, args, result)
+        name, kind, formula, is_special = _facts_of(func)
+        run = self._run if is_special else run_once
+        result = self.values.follow(func, args, kwargs, run)
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=result))
+        self.see_all(tensors_of(result), kind, name)
+        if is_special:
+            if func in IN_PLACE and isinstance(result, Tensor):
+                self._reuse(func, args[0], result)
+            self._take_for_operator(func, args, result)
         self._here = None
         return result
 
     def _keep_place(self) -> None:
         """Keeps the module and the line of the node that an operator has made before it runs."""
         number = next_number() - 1
-        self._here = None
         if torch.is_grad_enabled() and number not in self._places:
             self._here = self._places[number] = _where(self.names)
-
-    def _count_operations(self, func: Any, args: Any, kwargs: Any, result: object) -> None:
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=result))
-        elif func is _GROUPED_PRODUCTS:  # Torch counts none for experts.
-            self.flops += 2 * args[0].numel() * args[1].shape[-1]
 
     def _place(self) -> tuple[str, str]:
         """Returns the module and the line that run, or those whose backward does."""
@@ -219,29 +216,18 @@ class Count(TorchDispatchMode):
         handle = func in MATRIX_PRODUCTS and (str(args[0].device), current_node() is not None)
         if handle and handle not in self._handles:
             self._handles.add(handle)
-            self._take(func, args, self.kind.workspace, "workspace")
+            self._take(func, args, Workspace(self.kind.workspace, "workspace"))
         first = len(self.blocks)
-        self._take(func, args, selected(func, args))
-        if self.kind.is_gpu:
-            self._take(func, args, convolution_workspace(func, args, result), MAYBE)
-            for size, least, most in embedding_workspaces(func, args):
-                self._take(func, args, size, least=least, most=most)
+        for workspace in workspaces(func, args, result, self.kind.is_gpu):
+            self._take(func, args, workspace)
         self.events += range(-first - 1, -len(self.blocks) - 1, -1)
 
-    def _take(
-        self,
-        func: object,
-        args: tuple[Any, ...],
-        size: int,
-        kind: str = "temporaries",
-        least: int = 0,
-        most: int = UNLIMITED,
-    ) -> None:
+    def _take(self, func: object, args: tuple[Any, ...], workspace: Workspace) -> None:
         """Records a block of an operator."""
+        size, kind, *bounds = workspace
         if size:
-            device = str(args[0].device)
-            block = Block(device, size, kind, str(func), *self._place(), least=least, most=most)
-            self.blocks.append(block)
+            facts = str(args[0].device), size, kind, str(func), *self._place(), 0, *bounds, False
+            self.blocks.append(Block._make(facts))
             self.events.append(len(self.blocks))
 
     def _run(
@@ -252,8 +238,9 @@ class Count(TorchDispatchMode):
     ) -> object:
         result = answer(func, args, kwargs, self.scalar, _user_line)
         if result is NotImplemented:
-            return run_once(func, args, kwargs)
-        if func in SELECTIONS:
+            result = run_once(func, args, kwargs)
+            keep_elements(func, args, result)
+        elif func in SELECTIONS:
             shape = tuple(tensors_of(result)[0].shape)
             self.assumed = (
                 f"{_user_line()} was assumed to select all ({func}), in the shape {shape}"
@@ -269,7 +256,7 @@ class Count(TorchDispatchMode):
             entry = self._live.get(storage_id(storage))
             if entry is None:
                 facts = str(tensor.device), storage.nbytes(), kind, operator, *self._place()
-                self._allocate(storage, Block(*facts, stream=int(_beside.get())))
+                self._allocate(storage, Block(*facts, int(_beside.get())))
             elif kind != "temporaries":
                 self._change(entry[1], kind=kind)
 
@@ -354,6 +341,8 @@ class Count(TorchDispatchMode):
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    if type(tensor) is FakeTensor and tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
     if is_sharded(tensor):
         parts = [tensor._local_tensor]
     elif tensor.layout == torch.sparse_coo:

@@ -105,7 +105,7 @@ def fake_batch(
         copied = fake_like(leaf, mode, device)
         count.see(copied, "inputs")
         if is_small(leaf):
-            count.values.add(copied, leaf)
+            count.values.real[copied] = leaf.clone()
         return copied
 
     return batch.map(fake)

@@ -1,8 +1,8 @@
 """Private names of torch that traces alone need, each behind a function or an alias."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,26 +65,34 @@ def active_fake_mode() -> FakeTensorMode | None:
     return mode
 
 
-def make_fake(
-    mode: FakeTensorMode | None,
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    offset: int,
-    dtype: torch.dtype,
-    attributes: dict[str, Any],
-    storage: torch.UntypedStorage | None = None,
-) -> FakeTensor:
-    """Makes a fake tensor with the attributes of another one, in new memory or in ``storage``."""
-    with torch._C._DisableTorchDispatch():
-        if storage is None:
-            element = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        else:
-            element = torch.empty(0, dtype=dtype, device="meta")
-            element.set_(storage, offset, shape, stride)
-    # The second name is that of torch 2.11.
-    device = attributes.get("_fake_device") or attributes["fake_device"]
-    tensor = Tensor._make_subclass(
-        FakeTensor, element, False, dispatch_device=True, device_for_backend_keys=device
-    )
-    vars(tensor).update(attributes, fake_mode=mode)
-    return tensor
+class Metadata(NamedTuple):
+    """The facts of a fake tensor. Its memory is that of the argument at ``source``, or new."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    attributes: dict[str, Any]
+    source: int = -1
+    is_source: bool = False
+
+    def make(self, mode: FakeTensorMode | None, args: Sequence[Any]) -> Any:
+        """Returns such a tensor for other arguments."""
+        if self.is_source:
+            return args[self.source]
+        with torch._C._DisableTorchDispatch():
+            if self.source < 0:
+                element = torch.empty_strided(
+                    self.shape, self.stride, dtype=self.dtype, device="meta"
+                )
+            else:
+                element = torch.empty(0, dtype=self.dtype, device="meta")
+                storage = args[self.source].untyped_storage()
+                element.set_(storage, self.offset, self.shape, self.stride)
+        # The second name is that of torch 2.11.
+        device = self.attributes.get("_fake_device") or self.attributes["fake_device"]
+        tensor = Tensor._make_subclass(
+            FakeTensor, element, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(tensor).update(self.attributes, fake_mode=mode)
+        return tensor

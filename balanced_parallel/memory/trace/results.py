@@ -10,15 +10,15 @@ results depend on those of its arguments alone, and a model repeats its operator
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 # torch has no public module of fake tensors
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
-from .private import active_fake_mode, make_fake, storage_id, tensors_of
+from .private import Metadata, active_fake_mode, storage_id, tensors_of
 
 # Sizes depend on values, or an argument gets other sizes.
 _VARYING = {
@@ -26,25 +26,6 @@ _VARYING = {
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
 }
-
-
-class Metadata(NamedTuple):
-    """The facts of a fake tensor. Its memory is new, or that of the argument at ``source``."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    attributes: dict[str, Any]
-    source: int | None
-    is_source: bool
-
-    def make(self, mode: FakeTensorMode, args: Sequence[Any]) -> Any:
-        """Returns such a tensor for other arguments."""
-        if self.source is None:
-            return make_fake(mode, *self[:5])
-        source = args[self.source]
-        return source if self.is_source else make_fake(mode, *self[:5], source.untyped_storage())
 
 
 # The results of an operator, and the type of their sequence. All traces of a process share them.
@@ -124,9 +105,9 @@ def _result(leaf: Any, args: Sequence[object], shared: Sequence[int]) -> Any:
     key = storage_id(leaf.untyped_storage())
     offset = int(leaf.storage_offset())
     attributes = vars(leaf) | {"fake_mode": None}
-    result = Metadata(leaf.shape, leaf.stride(), offset, leaf.dtype, attributes, None, False)
+    result = Metadata(leaf.shape, leaf.stride(), offset, leaf.dtype, attributes)
     if key not in shared:
-        size = make_fake(None, *result[:5]).untyped_storage().nbytes()
+        size = result.make(None, ()).untyped_storage().nbytes()
         is_whole = not offset and size == leaf.untyped_storage().nbytes()
         return result if is_whole else NotImplemented
     sources = [

@@ -16,7 +16,6 @@ earlier ones, is traced with all of its blocks.
 
 import collections
 import contextlib
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..problem import Request
-from .allocations import Block, Trace
+from .allocations import Block, Trace, ordered
 
 Integers = NDArray[np.int64]
 FEWEST = 3  # Blocks in the shorter of two traces: one of them is neither the first nor the last.
@@ -113,7 +112,7 @@ def _count_equal(blocks: Sequence[nn.Module], owners: Mapping[int, int]) -> int:
     return len(blocks)
 
 
-def _is_alike(left: object, right: object, distance: int, seen: set[tuple[int, int]]) -> bool:
+def _is_alike(left: Any, right: Any, distance: int, seen: set[tuple[int, int]]) -> bool:
     """Returns True if two parts of blocks are alike: equal numbers, numbers of their blocks, or
     rates between 0 and 1.
     """
@@ -122,9 +121,9 @@ def _is_alike(left: object, right: object, distance: int, seen: set[tuple[int, i
     if type(left) is not type(right):
         return False
     seen.add((id(left), id(right)))
-    if type(left) is int and type(right) is int:
+    if type(left) is int:
         return right - left in (0, distance)
-    if isinstance(left, float) and isinstance(right, float):
+    if isinstance(left, float):
         return left == right or (0 < left < 1 and 0 < right < 1)  # Stochastic depth has such rates.
     entries = _entries(left)
     others = _entries(right)
@@ -164,7 +163,7 @@ class Entry(NamedTuple):
 
     label: tuple[Any, ...]
     number: int = 0  # The label has a # for the number of an equal block.
-    released: int = 0
+    released: int = -1
     block: Block | None = None
 
     @property
@@ -173,7 +172,7 @@ class Entry(NamedTuple):
         return 0 if self.block is None else self.block.size
 
 
-_END = Entry(("end",))  # Blocks that stay are released there.
+_END = Entry(("end",))  # Blocks that stay are released at this last entry.
 
 
 def find_sites(short: Sequence[Entry], long: Sequence[Entry]) -> list[tuple[int, int]]:
@@ -242,7 +241,7 @@ def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> tuple[In
         lengths[end - length : end] = length
         shifts[end:] += length
     first, others = (
-        np.array([(each.number, each.size, each.released) for each in entries])
+        np.array([(each.number, each.size, each.released % len(entries)) for each in entries])
         for entries in (short, long)
     )
     places = np.arange(len(short)) + shifts
@@ -282,8 +281,6 @@ def entries_of(trace: Trace, stack: Stack) -> list[Entry]:
         else:
             place = places.pop(-event)
             entries[place] = entries[place]._replace(released=len(entries) - 1)
-    for place in places.values():
-        entries[place] = entries[place]._replace(released=len(entries) - 1)
     return entries
 
 
@@ -297,53 +294,42 @@ def extend_traces(shorts: Sequence[Trace], long: Trace, stack: Stack, more: int)
         NotRepeating: the traces do not show it.
     """
     *_, last = sequences = [entries_of(short, stack) for short in shorts]
-    facts = [[entry[:3] for entry in entries] for entries in sequences]
-    if any(each != facts[-1] for each in facts):
+    if len({tuple(entry[:3] for entry in entries) for entries in sequences}) > 1:
         raise NotRepeating
     sources, extended = extend(last, entries_of(long, stack), more)
-    numbers, others, released = extended.T
+    others = extended[:, 1]
     sizes = np.array([[entry.size for entry in entries] for entries in sequences])[:, sources]
     varies = sizes != sizes[-1]
     if (varies & (others != sizes[-1])).any():
         raise NotRepeating  # A size depends on the rows and on the number of blocks.
-    flops = (long.flops - shorts[-1].flops) * more
-    return [
-        _replace_entries(
-            short,
-            entries,
-            np.stack((sources, numbers, row, released), 1),
-            flops * short.rows // shorts[-1].rows,
-        )
-        for short, entries, row in zip(
-            shorts, sequences, np.where(varies, sizes, others), strict=True
-        )
-    ]
-
-
-def _replace_entries(
-    trace: Trace, entries: Sequence[Entry], extended: Integers, flops: int
-) -> Trace:
-    """Returns a trace with further operations, and other allocations: each has the place of its
-    entry, the number of its block, its size and its release.
-    """
-    releases = collections.defaultdict[int, list[int]](list)
-    blocks: list[Block] = []
+    blocks: list[list[Block]] = [[] for _ in shorts]
     events: list[int] = []
     marks: dict[str, int] = {}
-    for place, (source, number, size, released) in enumerate(extended[:-1].tolist()):
-        label, before, _, block = entries[source]
+    sizes = np.where(varies, sizes, others).T.tolist()
+    releases = collections.defaultdict[int, list[int]](list)
+    for place, (source, number, _, end) in enumerate(
+        np.column_stack((sources, extended))[:-1].tolist()
+    ):
+        label, _, _, block = last[source]
         if block is None:
             marks[label[0]] = len(events)
         else:
-            if (number, size) != (before, block.size):
-                block = block._replace(size=size, module=label[0].replace("#", str(number)))
-            blocks.append(block)
-            events.append(len(blocks))
-            releases[released].append(-len(blocks))
-        events += releases.pop(place, [])
-    return dataclasses.replace(
-        trace, blocks=blocks, events=events, marks=marks, flops=trace.flops + flops
-    )
+            module = label[0].replace("#", str(number))
+            for each, size in zip(blocks, sizes[place], strict=True):
+                each.append(Block._make((block[0], size, *block[2:4], module, *block[5:])))
+            events.append(len(blocks[0]))
+            releases[end].append(-len(blocks[0]))
+        events += releases.pop(place, ())
+    flops = (long.flops - shorts[-1].flops) * more
+    return [
+        short._replace(
+            blocks=each,
+            events=ordered(events),
+            marks=marks,
+            flops=short.flops + flops * short.rows // shorts[-1].rows,
+        )
+        for short, each in zip(shorts, blocks, strict=True)
+    ]
 
 
 def find_repeated(request: Request) -> tuple[Stack, int] | None:

@@ -49,8 +49,9 @@ from .private import leaves_of_tree
 from .stacks import NotRepeating, extend_traces, find_repeated
 from .values import is_small
 
-Job = tuple[Request, int]  # the rows of a micro-batch
 T = TypeVar("T")
+Job = tuple[Request, int]  # the rows of a micro-batch
+Tracing = Callable[[Request, int], T]
 
 
 def run_traces(jobs: Sequence[Job]) -> list[Trace]:
@@ -75,9 +76,7 @@ def try_traces(jobs: Sequence[Job]) -> list[Trace | ValueError]:
 _log = logging.getLogger(__name__)
 PATIENCE = 20.0  # seconds
 BEAT = 3.0  # seconds between two lines of progress
-_processes: contextvars.ContextVar["Processes | None"] = contextvars.ContextVar(
-    "processes", default=None
-)
+_processes = contextvars.ContextVar["Processes | None"]("processes", default=None)
 
 
 @contextlib.contextmanager
@@ -115,7 +114,7 @@ class Processes:
                 count, multiprocessing.get_context("fork"), _prepare, (requests,)
             )
 
-    def run(self, jobs: Sequence[Job], function: Callable[[Request, int], T]) -> list[T]:
+    def run(self, jobs: Sequence[Job], function: Tracing[T]) -> list[T]:
         """Returns the results of a function of each job, a request and a number of rows."""
         self._check_time()
         if self._pool is None:
@@ -206,7 +205,7 @@ def _prepare(requests: Sequence[Request]) -> None:
 
 
 def _run_known(
-    function: Callable[[Request, int], T],
+    function: Tracing[T],
     description: tuple[int, dict[str, Any]],
     rows: int,
 ) -> T:
@@ -222,14 +221,14 @@ def _run_known(
         raise
 
 
-def _run_in_processes(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
+def _run_in_processes(jobs: Sequence[Job], run: Tracing[T]) -> list[T]:
     if (processes := _processes.get()) is not None:
         return processes.run(jobs, run)
     with contextlib.closing(Processes([request for request, _ in jobs])) as processes:
         return processes.run(jobs, run)
 
 
-def _traces_of(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T | Trace]:
+def _traces_of(jobs: Sequence[Job], run: Tracing[T]) -> list[T | Trace]:
     """Returns a trace of each job: from few blocks where these repeat, else from ``run``."""
     repeated: list[Trace | None] = []
     # One row of a device is a special case for torch, with other operators.
@@ -238,11 +237,7 @@ def _traces_of(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T 
         repeated += trace_few(requests[0], numbers)
     missing = [job for job, trace in zip(jobs, repeated, strict=True) if trace is None]
     others = iter(_run_in_processes(missing, run) if missing else [])
-    traces = [trace or next(others) for trace in repeated]
-    return [
-        dataclasses.replace(each, events=ordered(each.events)) if isinstance(each, Trace) else each
-        for each in traces
-    ]
+    return [trace or next(others) for trace in repeated]
 
 
 def trace_few(request: Request, numbers: Sequence[int]) -> Sequence[Trace | None]:
@@ -319,9 +314,8 @@ def _trace(request: Request, rows: int) -> Trace:
             _run(request, count, module, criterion, batch, rows, savings)
     return Trace(
         rows,
-        request.traced_micro_batches,
         count.blocks,
-        count.events,
+        ordered(count.events),
         count.marks,
         count.flops,
     )
@@ -355,11 +349,9 @@ def _run(
             savings.change_optimizers(layout.optimizers)
             count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
             # The first update makes the state of the optimizer.
-            for generation, (name, update) in enumerate(
-                (("first", micro_batches[:1]), ("second", micro_batches))
-            ):
+            for name, update in {"first": micro_batches[:1], "second": micro_batches}.items():
                 # The objects of this trace are young, as the collector is off.
-                gc.collect(generation)
+                gc.collect(1)
                 count.mark(name)
                 if request.mode == "evaluate":
                     _evaluate(layout, count, modules, update)

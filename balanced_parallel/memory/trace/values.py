@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (  # torch has no public module of fake tensors
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
 )
 
 # no public context leaves all modes
@@ -34,39 +35,32 @@ class Values:
     """Real tensors with the values of fake ones."""
 
     def __init__(self) -> None:
-        self._real = WeakIdKeyDictionary()
-
-    def add(self, fake: Tensor, real: Tensor) -> None:
-        """Keeps the values of a fake tensor."""
-        self._real[fake] = real.clone()
+        self.real = WeakIdKeyDictionary()
 
     def follow(
         self,
         func: Any,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-        run: Callable[[], object],
+        run: Callable[..., object],
     ) -> object:
         """Returns what ``run`` returns for an operator.
 
         If all values are known, a number, or a result of any size, is theirs.
         """
-
+        if not self.real and args and type(args[0]) is FakeTensor:
+            return run(func, args, kwargs)
         tensors = tensors_of((args, kwargs))
         writes = func._schema.is_mutable
-        is_known = (
-            (bool(self._real) and leaf in self._real) or (is_small(leaf) and not writes)
-            for leaf in tensors
-        )
-        if not tensors or not all(is_known):
-            if writes and self._real:
-                self._forget(args[:1])
-            return run()
+        are_known = (each in self.real or (is_small(each) and not writes) for each in tensors)
+        if not tensors or not all(are_known):
+            self._forget(args[:writes])  # An operator writes to its first argument.
+            return run(func, args, kwargs)
         compute = functools.partial(self._compute, func, args, kwargs)
         if func in READS:
             return compute()
         try:
-            result = run()
+            result = run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             device = tensors[0].device
             result = map_tensors(
@@ -76,16 +70,16 @@ class Values:
         if all(leaf.numel() <= KNOWN**2 for leaf in leaves):
             for leaf, real in zip(leaves, tensors_of(compute()), strict=True):
                 if leaf.shape == real.shape:
-                    self._real[leaf] = real
+                    self.real[leaf] = real
         return result
 
     def _forget(self, tree: object) -> None:
         """Forgets the values of tensors, and of all that share their storage."""
         written = {
-            storage_id(leaf.untyped_storage()) for leaf in tensors_of(tree) if leaf in self._real
+            storage_id(leaf.untyped_storage()) for leaf in tensors_of(tree) if leaf in self.real
         }
-        for fake in [fake for fake in self._real if storage_id(fake.untyped_storage()) in written]:
-            del self._real[fake]
+        for fake in [fake for fake in self.real if storage_id(fake.untyped_storage()) in written]:
+            del self.real[fake]
 
     def _compute(
         self,
@@ -94,7 +88,7 @@ class Values:
         kwargs: dict[str, object],
     ) -> object:
         def value(tensor: Tensor) -> object:
-            return self._real.get(tensor, tensor)
+            return self.real.get(tensor, tensor)
 
         with _disable_current_modes():
             return func(*map_tensors(value, args), **map_tensors(value, kwargs))
