@@ -20,9 +20,9 @@ from ..runtime.collectives import enter, explain_unwatched, mark_loss, refuse_un
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.module_state import refuse_setting
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
+from .checks import Checks
 from .copies import (
     Calls,
-    Checks,
     Criterion,
     CriterionCopies,
     OwnCollectives,

@@ -1,0 +1,46 @@
+"""The times when a loss of a batch is compared with that of halves of its rows."""
+
+from collections.abc import Hashable
+
+
+class Checks:
+    """Tells when a loss is compared with that of halves: the 1st, 2nd, 4th, 8th, ... time, and when
+    it has new terms. Numbers that may be values count too, by the times that they change.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._forms: set[Hashable] = set()
+        self._numbers: object = None
+        self._changes = 0  # They are those of the numbers.
+        # A sample of one row shows nothing, until there is another row.
+        self.pending: list[object] = []
+        # Reductions along the first dimension are sums of columns. None is unknown.
+        self.has_columns: bool | None = None
+
+    def tell_columns(self, *, are_some: bool) -> None:
+        """Tells whether reductions along the first dimension are sums of columns."""
+        self.has_columns = are_some
+
+    def are_due(self, form: Hashable, numbers: object = None) -> bool:
+        """Counts a call. Returns True if statistics of this form and numbers are to be compared."""
+        self._calls += 1
+        is_new = form not in self._forms
+        self._forms.add(form)
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._changes += 1
+            is_new = is_new or self._changes.bit_count() == 1
+        return is_new or bool(self.pending) or self._calls.bit_count() == 1
+
+    def postpone(self, samples: list[object]) -> None:
+        """Makes the next comparison due, with these samples too."""
+        self.pending = samples
+        self._forms.clear()
+
+    def take(self, samples: list[object], *, of_one_row: bool) -> list[object]:
+        """Returns samples with the one that was pending, or keeps that of one row."""
+        samples = self.pending + samples
+        waits = of_one_row and len(samples) == 1
+        self.pending = samples if waits else []
+        return [] if waits else samples
