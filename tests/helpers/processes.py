@@ -1,29 +1,30 @@
 """Processes that start with torch imported. Importing it in each of them takes longer than most tests."""
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 PROCESSES = multiprocessing.get_context(
     "forkserver"
 )  # The server has run nothing: copies of it have no threads and no devices.
-PRELOADED = [
-    "torch",
-    "torch.distributed.optim",
-    "torch.distributed.checkpoint.state_dict",
-    "torch._dynamo",
-    "balanced_parallel.memory",
-    "balanced_parallel.simulation",
-]
-PROCESSES.set_forkserver_preload(
-    [*PRELOADED, "safetensors.torch", "sklearn.datasets", "pytest", "hypothesis"]
-)
+PROCESSES.set_forkserver_preload(["helpers.preloaded"])
+
+
+def start_process(function, arguments, **settings):
+    """Returns a process that calls a function. Settings are those of ``multiprocessing.Process``."""
+    # Python 3.11 does not hand the path to the server.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+    process = PROCESSES.Process(target=function, args=arguments, **settings)
+    process.start()
+    return process
 
 
 class Script:
@@ -39,8 +40,7 @@ class Script:
         self._folder = tempfile.TemporaryDirectory()
         self._paths = [os.path.join(self._folder.name, name) for name in ("output", "errors")]
         settings = script, self.arguments, cwd, session, {**os.environ, **environment}, self._paths
-        self.process = PROCESSES.Process(target=_main, args=settings)
-        self.process.start()
+        self.process = start_process(_main, settings)
 
     @property
     def texts(self):
@@ -69,8 +69,15 @@ def run_script(script, *arguments, timeout=200, **settings):
 
 
 def enter_environment(environment):
-    """Takes over all environment variables, and the settings that torch reads from them when it is imported."""
+    """Takes over all environment variables, and the settings that torch reads from them when it is imported.
+
+    Threads of gloo wake those of other ranks while they hold a lock. As threads of a batch, these do not take the core
+    from them, to wait for the lock in a loop.
+    """
     import torch
+
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
     os.environ.clear()
     os.environ.update(environment)
@@ -81,7 +88,6 @@ def enter_environment(environment):
 def _main(script, arguments, cwd, session, environment, paths):
     if session:
         os.setsid()
-    gc.freeze()  # a collection visits, and so copies, no object of the server
     enter_environment(environment)
     for stream, path in zip((1, 2), paths, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
