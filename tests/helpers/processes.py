@@ -19,8 +19,9 @@ PROCESSES.set_forkserver_preload(["helpers.preloaded"])
 
 def start_process(function, arguments, **settings):
     """Returns a process that calls a function. Settings are those of ``multiprocessing.Process``."""
-    # Python 3.11 does not hand the path to the server.
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+    # Python 3.11 does not hand the path to the server. Threads that wait would hold up those of other ranks.
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "PASSIVE"}
+    with mock.patch.dict(os.environ, environment):
         forkserver.ensure_running()
     process = PROCESSES.Process(target=function, args=arguments, **settings)
     process.start()
