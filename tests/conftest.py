@@ -28,6 +28,7 @@ gc.disable()  # until the tests are collected: it would visit all that is import
 def pytest_configure(config):
     """Compiles the extension of the simulation while the workers import. Their first test of it would wait for half a minute."""
     if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        gc.enable()  # It collects no tests.
         threading.Thread(target=compile_simulation, daemon=True).start()
 
 
