@@ -70,15 +70,8 @@ def run_script(script, *arguments, timeout=200, **settings):
 
 
 def enter_environment(environment):
-    """Takes over all environment variables, and the settings that torch reads from them when it is imported.
-
-    Threads of gloo wake those of other ranks while they hold a lock. As threads of a batch, these do not take the core
-    from them, to wait for the lock in a loop.
-    """
+    """Takes over all environment variables, and the settings that torch reads from them when it is imported."""
     import torch
-
-    if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
     os.environ.clear()
     os.environ.update(environment)
