@@ -22,11 +22,13 @@ settings.register_profile(
 )  # the same cases on every machine
 settings.load_profile("suite")
 torch.set_num_threads(1)  # the suite already runs one process per core
+gc.disable()  # until the tests are collected: it would visit all that is imported, again and again
 
 
 def pytest_configure(config):
     """Compiles the extension of the simulation while the workers import. Their first test of it would wait for half a minute."""
     if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        gc.enable()  # It collects no tests.
         threading.Thread(target=compile_simulation, daemon=True).start()
 
 
@@ -40,6 +42,7 @@ def pytest_collection_finish(session):
     importlib.import_module("torch._dynamo")  # the first optimizer would import it
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

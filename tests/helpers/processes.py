@@ -1,29 +1,31 @@
 """Processes that start with torch imported. Importing it in each of them takes longer than most tests."""
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 PROCESSES = multiprocessing.get_context(
     "forkserver"
 )  # The server has run nothing: copies of it have no threads and no devices.
-PRELOADED = [
-    "torch",
-    "torch.distributed.optim",
-    "torch.distributed.checkpoint.state_dict",
-    "torch._dynamo",
-    "balanced_parallel.memory",
-    "balanced_parallel.simulation",
-]
-PROCESSES.set_forkserver_preload(
-    [*PRELOADED, "safetensors.torch", "sklearn.datasets", "pytest", "hypothesis"]
-)
+PROCESSES.set_forkserver_preload(["helpers.preloaded"])
+
+
+def start_process(function, arguments, **settings):
+    """Returns a process that calls a function. Settings are those of ``multiprocessing.Process``."""
+    # Python 3.11 does not hand the path to the server. Threads that wait would hold up those of other ranks.
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "PASSIVE"}
+    with mock.patch.dict(os.environ, environment):
+        forkserver.ensure_running()
+    process = PROCESSES.Process(target=function, args=arguments, **settings)
+    process.start()
+    return process
 
 
 class Script:
@@ -39,8 +41,7 @@ class Script:
         self._folder = tempfile.TemporaryDirectory()
         self._paths = [os.path.join(self._folder.name, name) for name in ("output", "errors")]
         settings = script, self.arguments, cwd, session, {**os.environ, **environment}, self._paths
-        self.process = PROCESSES.Process(target=_main, args=settings)
-        self.process.start()
+        self.process = start_process(_main, settings)
 
     @property
     def texts(self):
@@ -81,7 +82,6 @@ def enter_environment(environment):
 def _main(script, arguments, cwd, session, environment, paths):
     if session:
         os.setsid()
-    gc.freeze()  # a collection visits, and so copies, no object of the server
     enter_environment(environment)
     for stream, path in zip((1, 2), paths, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)

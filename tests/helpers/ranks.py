@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .processes import PROCESSES, enter_environment
+from .processes import PROCESSES, enter_environment, start_process
 
 _pools = {}
 
@@ -95,12 +95,8 @@ class Ranks:
         self.processes = []
         for rank in range(world_size):
             pipe, remote = PROCESSES.Pipe()
-            process = PROCESSES.Process(
-                target=_rank_main,
-                args=(remote, dict(os.environ), rank, world_size, port),
-                daemon=True,
-            )
-            process.start()
+            settings = remote, dict(os.environ), rank, world_size, port
+            process = start_process(_rank_main, settings, daemon=True)
             remote.close()
             self.pipes.append(pipe)
             self.processes.append(process)
@@ -144,7 +140,6 @@ class Ranks:
 
 
 def _rank_main(pipe, environment, rank, world_size, port):
-    gc.freeze()  # most functions collect garbage: not among 400,000 objects of imported modules
     enter_environment(environment)
     os.environ.update(
         RANK=str(rank),
@@ -163,6 +158,7 @@ def _rank_main(pipe, environment, rank, world_size, port):
         _reset()
         if function != previous:
             gc.collect()
+            gc.freeze()  # The next collection does not visit what this function has imported.
         previous = function
         torch.set_default_dtype(dtype)
         try:

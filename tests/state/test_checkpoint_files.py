@@ -11,7 +11,7 @@ import torch
 from helpers.checkpoints import Part, names
 from helpers.checkpoints import load as load_parts
 from helpers.checkpoints import save as save_parts
-from helpers.processes import PROCESSES
+from helpers.processes import start_process
 from helpers.slow import slow
 
 from balanced_parallel import Checkpoints
@@ -72,8 +72,7 @@ def test_process_killed_before_any_call_leaves_the_old_or_the_new_state(
     for limit in range(1, 60, every):
         folder = tmp_path / str(limit)
         save_two(folder)
-        process = PROCESSES.Process(target=save_until, args=(folder, number, 20, keep, limit))
-        process.start()
+        process = start_process(save_until, (folder, number, 20, keep, limit))
         process.join(60)
         before = names(folder)
         outcomes.append(load(folder))
