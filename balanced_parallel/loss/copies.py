@@ -359,8 +359,8 @@ def tensors_outside(criterion: Criterion) -> dict[str, list[Tensor]]:
         return {}
     kinds = Tensor, dict, list, tuple
     named = {name: value for name, value in values.items() if isinstance(value, kinds)}
-    found = {name: containers.tensors_in(value) for name, value in named.items()}
-    return {name: tensors for name, tensors in found.items() if tensors}
+    by_name = {name: containers.tensors_in(value) for name, value in named.items()}
+    return {name: tensors for name, tensors in by_name.items() if tensors}
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
