@@ -22,7 +22,7 @@ settings.register_profile(
 )  # the same cases on every machine
 settings.load_profile("suite")
 torch.set_num_threads(1)  # the suite already runs one process per core
-gc.disable()  # until the tests are collected: it would visit all that is imported, again and again
+gc.disable()  # It would visit all imported modules many times while tests are collected.
 
 
 def pytest_configure(config):

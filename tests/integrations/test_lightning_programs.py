@@ -420,7 +420,7 @@ class Collecting(Classifier):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_list_of_the_module_has_an_entry_for_each_shard(shards):
     class Three(Collecting):
-        def loss(self, batch, outputs):  # in two passes
+        def loss(self, batch, outputs):  # It takes two passes.
             return F.cross_entropy(outputs, batch["label"]) + outputs.square().mean()
 
     for kind in (Collecting, Three):

@@ -232,7 +232,7 @@ def test_options_without_a_chance_are_not_traced():
     assert "optimizer state take" in small.skipped["replicas"]
     alone = dataclasses.replace(request, devices=1)
     one = candidates.Search(alone, [2 * STATE], 64)
-    assert not one._has_a_chance(*one._make([()]))  # beside the context of an A100
+    assert not one._has_a_chance(*one._make([()]))  # The context of an A100 needs some.
 
 
 def test_parameters_in_bf16_take_half_the_bytes():

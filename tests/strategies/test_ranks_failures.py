@@ -411,7 +411,7 @@ FAILING = {
     "unused": (GradientRecord, "forget_unused"),
     "multiply": (RankUpdate, "multiply"),
     "norm": (Arithmetic, "norm"),
-    "clip": (Arithmetic, "clip"),  # after the norm
+    "clip": (Arithmetic, "clip"),  # The norm comes before it.
     "unscale": (torch.amp.GradScaler, "unscale_"),
 }
 
