@@ -42,10 +42,10 @@ def numbers_of(part: nn.Module) -> dict[str, object]:
 
     Those of torch's modules change in no forward.
     """
-    return _attributes_of(part, _NUMBERS)
+    return _attributes_of(part, NUMBERS)
 
 
-def _attributes_of(part: nn.Module, kinds: set[type]) -> dict[str, object]:
+def _attributes_of(part: nn.Module, kinds: frozenset[type]) -> dict[str, object]:
     if is_of_torch(type(part)):  # type: ignore[arg-type]  # Its stub takes the hash for that of instances.
         return {}
     return {
@@ -56,8 +56,11 @@ def _attributes_of(part: nn.Module, kinds: set[type]) -> dict[str, object]:
     }
 
 
-_NUMBERS = {int, float, bool}
-_VALUES = {*_NUMBERS, type(None), Tensor}  # An attribute may be None before a forward sets it.
+NUMBERS: frozenset[type] = frozenset({int, float, bool})
+_VALUES: frozenset[type] = NUMBERS | {
+    type(None),
+    Tensor,
+}  # An attribute may be None before a forward sets it.
 
 
 @functools.cache
@@ -101,19 +104,20 @@ def copy_state(module: nn.Module) -> Callable[[], None]:
 
 
 class StateEntries:
-    """The numbers, the tensors and the buffers of a module as they are now, without the values of
-    tensors.
+    """The attributes of some kinds and the buffers of a module as they are now, without the values
+    of tensors.
     """
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part: nn.Module, kinds: frozenset[type] = _VALUES) -> None:
         self.part = part
+        self._kinds = kinds
         self._attributes = vars(part).copy()
-        self._values = _attributes_of(part, _VALUES)
+        self._values = _attributes_of(part, kinds)
         self._buffers = buffers_of(part).copy()
 
     def are_other(self) -> bool:
         """Returns True if a forward has changed, made or removed some."""
-        return self._identities() != StateEntries(self.part)._identities()
+        return self._identities() != StateEntries(self.part, self._kinds)._identities()
 
     def _identities(self) -> dict[str, int]:
         return {name: id(value) for name, value in (self._values | self._buffers).items()}
@@ -121,7 +125,7 @@ class StateEntries:
     def put(self) -> None:
         """Puts them back."""
         attributes = vars(self.part)
-        for name in self._values.keys() | _attributes_of(self.part, _VALUES).keys():
+        for name in self._values.keys() | _attributes_of(self.part, self._kinds).keys():
             attributes[name] = self._attributes.get(name)
             if name not in self._attributes:
                 del attributes[name]

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from ..replicas.all_rows import sums_rows
 from ..runtime.devices import move
-from ..runtime.module_state import StateEntries, advancing_buffers, are_close, is_of_torch
+from ..runtime.module_state import (
+    NUMBERS,
+    StateEntries,
+    advancing_buffers,
+    are_close,
+    is_of_torch,
+)
 from ..runtime.torch_private import (
     OnOperator,
     is_compiled,
@@ -79,7 +85,8 @@ class ForwardState:
         if self.is_open:
             return
         self.is_open = True
-        self._entries = [*map(StateEntries, self._parts)]
+        # Tensors in attributes may be sums over the rows of all forwards, as those of a metric.
+        self._entries = [StateEntries(part, NUMBERS) for part in self._parts]
         self._updates += 1
         self._before = {
             name: _Copy(tensor, tensor.detach().clone(), versions([tensor])[0])
@@ -166,7 +173,7 @@ class ForwardState:
             or versions([each.tensor]) != [each.version]
         }
         self._entries = [each for each in self._entries if each.are_other()]
-        self._last_entries = [StateEntries(each.part) for each in self._entries]
+        self._last_entries = [StateEntries(each.part, NUMBERS) for each in self._entries]
         self._after = {
             name: tensor.detach().clone()
             for name, tensor in self._tensors().items()

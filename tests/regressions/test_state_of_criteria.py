@@ -65,7 +65,7 @@ KEPT = "The criterion keeps values of the rows|other values|for some rows, and"
 def test_state_of_the_rows_of_a_shard_is_an_error(state, rows, use):
     """The next losses were divided by the mean of the first shard."""
     criterion = Stateful(*STATES[state], use)
-    step = make_step(nn.Linear(4, 5), criterion, devices=3, micro_batch_size=rows)
+    step = make_step(nn.Linear(4, 5), criterion, devices=3)
     with pytest.raises(ValueError, match=KEPT):
         run_twice(step)
 
@@ -113,11 +113,10 @@ class Logging(nn.Module):
         return loss + 0.1 * self.calls * output.square().mean()
 
 
-@pytest.mark.parametrize("rows", [None, 2])
-def test_values_that_are_kept_and_not_read_are_no_state(rows):
+def test_values_that_are_kept_and_not_read_are_no_state():
     net = nn.Linear(4, 5)
     plain = Logging()
-    step = make_step(net, Logging(), devices=3, micro_batch_size=rows)
+    step = make_step(net, Logging(), devices=3)
     for size in (9, 8, 7, 6, 9):
         batch = torch.randn(size, 4), torch.rand(size, 5)
         expected = plain(net(batch[0]), batch[1])

@@ -121,3 +121,25 @@ def test_rows_that_are_rescaled_twice_are_those_of_the_plain_program():
         rows = torch.randint(9, (7,)), torch.randn(7, 3, dtype=torch.float64)
         assert_close(step(*rows), plain(*rows))
     assert_close(net.words.weight, plain.parameters[0])
+
+
+class Metric(nn.Module):
+    """Adds up its rows in a tensor of its own, which is no buffer, as metrics of libraries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+        self.total = torch.zeros(())
+
+    def forward(self, inputs):
+        self.total = self.total + inputs.detach().sum()
+        return self.layer(inputs)
+
+
+def test_a_metric_of_a_model_has_the_rows_of_all_micro_batches():
+    net = Metric()
+    step = make_step(net, nn.MSELoss(), devices=1, micro_batch_size=2)
+    batches = [(torch.randn(7, 4), torch.randn(7, 5)) for _ in range(2)]
+    for batch in batches:
+        step(*batch)
+    assert_close(net.total, sum(inputs.sum() for inputs, _ in batches))

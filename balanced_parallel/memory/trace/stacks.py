@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..problem import Request
-from .allocations import Block, Trace, ordered
+from .allocations import Block, Trace
 
 Integers = NDArray[np.int64]
 FEWEST = 3  # Blocks in the shorter of two traces: one of them is neither the first nor the last.
@@ -324,7 +324,7 @@ def extend_traces(shorts: Sequence[Trace], long: Trace, stack: Stack, more: int)
     return [
         short._replace(
             blocks=each,
-            events=ordered(events),
+            events=events,
             marks=marks,
             flops=short.flops + flops * short.rows // shorts[-1].rows,
         )
