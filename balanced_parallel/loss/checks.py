@@ -11,7 +11,7 @@ class Checks:
     def __init__(self) -> None:
         self._calls = 0
         self._forms: set[Hashable] = set()
-        self._numbers: object = None
+        self._numbers: object = {()}
         self._changes = 0  # They are those of the numbers.
         # A sample of one row shows nothing, until there is another row.
         self.pending: list[object] = []

@@ -60,12 +60,15 @@ def rows_taken(name: str, values: Sequence[Any], rows: int | None) -> list[int]:
     name = name.strip("_")
     if name not in ("getitem", "select", "unbind") or values[0].shape[:1] != (rows,):
         return []
-    place = values[-1]
+    table, *places = values
+    if name in ("select", "unbind") and places and places[0] != 0:
+        return []  # Another dimension is the first argument.
     if name == "unbind":
-        return [*range(len(values[0]))] if place is values[0] or not place else []
-    first = place[0] if isinstance(place, tuple) and place else place
-    is_other_dim = name == "select" and values[1] != 0
-    return [] if is_other_dim or type(first) is not int else [first % len(values[0])]
+        return [*range(len(table))]
+    place = places[-1]
+    if isinstance(place, tuple) and place:
+        place = place[0]
+    return [place % len(table)] if type(place) is int else []
 
 
 def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> int | None:

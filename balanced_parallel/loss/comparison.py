@@ -133,8 +133,6 @@ class ComparisonOfSums:
         self._has_loop = False  # Rows are computed one by one.
         self._is_alone = False  # Samples are those of one forward.
         self._before = copies.entries  # The criterion advances in the update.
-        # The statistics of copies of the criterion that have been called before.
-        self._later: list[ShardStatistics] | None = None
 
     def of_model(self, model: ParallelModel | None) -> Self:
         """Tells the model, which may compute the loss. Without it, its rows are not compared."""
@@ -176,7 +174,7 @@ class ComparisonOfSums:
             return False
         # New kinds are compared, and new numbers.
         kinds = [name.kind for name in first]
-        numbers = {*map(numbers_of, statistics)} - {()} or None
+        numbers = {numbers_of(each) for each in statistics if each}
         return checks.are_due((*kinds, *_flags(self.copies.criterion)), numbers)
 
     def _sample(self, output: PerReplica, rows: int, shard: Shard) -> Sample:
@@ -269,11 +267,8 @@ class ComparisonOfSums:
         of_forward = [sample for sample in samples if isinstance(sample, RowsOfForward)]
         if not of_forward:
             self._compare_samples(samples, device)
-            if samples and not is_of_torch(type(self.copies.criterion)):  # type: ignore[arg-type]
-                self._later = []
-                self._compare_samples(samples, device)
-                self._compare_formulas(self._later)
-                self._later = None
+            if samples and not is_of_torch(self.copies.criterion):
+                ComparisonOfLaterCalls(self).compare_later(samples, device)
         elif self._model is not None:
             self._is_of_model = True
             self._compare_rows(self._model, of_forward[0])
@@ -315,15 +310,11 @@ class ComparisonOfSums:
             if len(parts) == 1:
                 self._refuse(f"rows together raise {type(error).__name__}: {error}", error)
             return False
-        if self._sums and self._later is None:
-            self._compare_kinds(whole)
+        # Samples may have other strides than shards.
+        if self._sums and {each.kind for each in self._sums} != {each.kind for each in whole}:
+            self.check_names([self._sums, whole])
         self.compare_sums([whole, *halves], again, rows // count, samples[0].reason)
         return True
-
-    def _compare_kinds(self, whole: Sums) -> None:
-        """Compares the formula of a shard with that of samples, which may have other strides."""
-        if {each.kind for each in self._sums} != {each.kind for each in whole}:
-            self.check_names([self._sums, whole])
 
     def _halve(
         self, samples: Sequence[Sample], constant: set[str], device: torch.device
@@ -364,8 +355,7 @@ class ComparisonOfSums:
         """Returns the statistics of parts of some rows.
 
         Random numbers are put back. A copy of the criterion computes each, and the criterion itself
-        those of no rows. Each begins with the state before the update, or with that behind a first
-        call, and the present one stays.
+        those of no rows. Each begins with the state before the update, and the present one stays.
         """
         output, targets = pair
         targets = map_marked(_copied, targets)  # An entry of a list may be that of several rows.
@@ -389,31 +379,10 @@ class ComparisonOfSums:
         parts = [part for part in results if part.tensors]
         formulas = [part.formula for part in parts if part.formula]
         self._has_loop = self._has_loop or any(each.has_loop for each in formulas)
-        if self._later is not None:
-            self._later += parts
         return parts
 
     def _call(self, shard: ShardLoss) -> ShardStatistics:
-        if self._later is not None:
-            self._statistics(shard)
         return self._statistics(shard)
-
-    def _compare_formulas(self, parts: Sequence[ShardStatistics]) -> None:
-        """Raises ``UnknownMeanError`` if the loss of some sums is another one by the formula of other
-        rows, which has tensors that the criterion has kept.
-        """
-        losses = []
-        for part in parts:
-            formula: Any = part.formula
-            # The last are the sums of all rows. Those of one row may have no count.
-            result = formula.compute([*parts[-1].tensors.values()], self.copies.criterion)
-            entries = dict(containers.leaves(result))
-            losses.append(add_leaves([entries[place] for place in formula.losses]))
-            first, last = losses[0], losses[-1]
-            if not torch.allclose(first, last, rtol=self._tolerance(last), equal_nan=True):
-                self._refuse(
-                    f"equal sums are {_shown(first)} for some rows, and {_shown(last)} for others"
-                )
 
     def compare_sums(
         self,
@@ -509,13 +478,60 @@ class ComparisonOfSums:
                 f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
             ) from cause
         refuse_coupled(criterion)
-        of_rows = _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
-        if self._later is not None:
-            of_rows = _KEPT
         raise UnknownMeanError(
             f"the loss of {containers.describe(criterion)} does not add up over the rows: {reason}",
-            SIZED if is_of_number else of_rows,
+            SIZED if is_of_number else self._advice(),
         ) from cause
+
+    def _advice(self) -> str:
+        return _DEPENDENT_IN_MODEL if self._is_of_model else _DEPENDENT
+
+
+class ComparisonOfLaterCalls(ComparisonOfSums):
+    """Compares the statistics of copies of a criterion that have been called before.
+
+    They differ from those of first calls where the criterion keeps values of the rows.
+    """
+
+    def __init__(self, first: ComparisonOfSums) -> None:
+        super().__init__(first.copies, first.home, first._statistics)
+        self._dim = first._dim
+        self._before = first._before
+        self._is_alone = first._is_alone
+        self._has_loop = first._has_loop
+        self._parts: list[ShardStatistics] = []
+
+    def compare_later(self, samples: Sequence[Sample], device: torch.device) -> None:
+        """Compares the statistics of some rows, and the losses of equal sums by the formula of each,
+        which has tensors that the criterion has kept.
+        """
+        self._compare_samples(samples, device)
+        losses = []
+        for part in self._parts:
+            formula: Any = part.formula
+            # The last are the sums of all rows. Those of one row may have no count.
+            sums = [*self._parts[-1].tensors.values()]
+            entries = dict(containers.leaves(formula.compute(sums, self.copies.criterion)))
+            losses.append(add_leaves([entries[place] for place in formula.losses]))
+            first, last = losses[0], losses[-1]
+            if not torch.allclose(first, last, rtol=self._tolerance(last), equal_nan=True):
+                self._refuse(
+                    f"equal sums are {_shown(first)} for some rows, and {_shown(last)} for others"
+                )
+
+    def _run(
+        self, pair: tuple[Any, Arguments], sizes: Sequence[int], device: torch.device
+    ) -> list[ShardStatistics]:
+        parts = super()._run(pair, sizes, device)
+        self._parts += parts
+        return parts
+
+    def _call(self, shard: ShardLoss) -> ShardStatistics:
+        super()._call(shard)
+        return super()._call(shard)
+
+    def _advice(self) -> str:
+        return _KEPT
 
 
 def numbers_of(sums: Sums) -> tuple[float, ...]:

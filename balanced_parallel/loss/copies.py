@@ -357,10 +357,22 @@ def tensors_outside(criterion: Criterion) -> dict[str, list[Tensor]]:
     # it is not written in Python, or a functools.partial, whose tensors are moved
     except TypeError:
         return {}
-    kinds = Tensor, dict, list, tuple
-    named = {name: value for name, value in values.items() if isinstance(value, kinds)}
-    by_name = {name: containers.tensors_in(value) for name, value in named.items()}
-    return {name: tensors for name, tensors in by_name.items() if tensors}
+    return {
+        name: containers.tensors_in(value) for name, value in values.items() if _has_tensors(value)
+    }
+
+
+def _has_tensors(value: Any) -> bool:
+    """Returns True for a tensor, or a list or a dictionary that begins with some.
+
+    Others may be long, as a list of all losses, and calls of a criterion do not look through them.
+    """
+    if isinstance(value, Tensor):
+        return True
+    if not isinstance(value, (dict, list, tuple)):
+        return False
+    entries = value.values() if isinstance(value, dict) else value
+    return containers.first_tensor(next(iter(entries), None)) is not None
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:

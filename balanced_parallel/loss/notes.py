@@ -393,12 +393,14 @@ class SumNotes(TorchFunctionMode):
 
         That of the only row begins with zero, as ``sum(values)`` does.
         """
+        if call.name != "add" or call.kwargs:
+            return False
         facts = [*map(self._of, call.values)]
         rows = {each.row for each in facts if each.level == _OF_ROWS}
-        if call.name != "add" or call.kwargs or not rows or None in rows:
+        if not rows or None in rows:
             return False
-        others = {self._form(each) for each in call.values if self._of(each).level != _OF_ROWS}
-        kinds = {each.kind for each in others}
+        others = [each for each in call.values if self._of(each).level != _OF_ROWS]
+        kinds = {self._form(each).kind for each in others}
         return len(rows) > 1 or kinds == {"sum"} or (self._rows == 1 and kinds == {"zero"})
 
     def _operation(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Operation | None:
@@ -573,9 +575,7 @@ class SumNotes(TorchFunctionMode):
             # A loss may be read to print it.
             self._knows_numbers &= not facts.level or (facts.level == _OF_SUMS and not is_count)
 
-    def _note_rows(
-        self, call: FunctionCall, results: Sequence[Tensor], row: int | None = None
-    ) -> None:
+    def _note_rows(self, call: FunctionCall, results: Sequence[Tensor], row: int | None) -> None:
         """Notes a reduction of rows, or the elements of a mean in one of them, or a number that they
         are divided by.
         """

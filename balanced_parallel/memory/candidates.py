@@ -284,14 +284,9 @@ class Option:
         if they fit.
         """
         lines = self.lines(micro_batches)
+        limits = self.limits if fits else [None] * len(self.limits)
         return [
-            self.context
-            + (
-                lines.reserved(
-                    device, rows[device] * self.step, self.limits[device] if fits else None
-                )
-                or 0
-            )
+            self.context + (lines.reserved(device, rows[device] * self.step, limits[device]) or 0)
             for device in self.request.traced_devices
         ]
 
@@ -538,7 +533,8 @@ class Search:
         if self._is_new(option) and self._has_a_chance(option):
             _log.info("trying: %s", option.name)
             try:
-                self.choices[option] = choice = option.choose(next(iter(self.choices), option))
+                choice = option.choose(next(iter(self.choices), option))
+                self.choices[option] = choice
                 first = min(self.choices.values(), key=lambda each: (not each.fits, each.cost))
                 if choice.fits and choice is first:
                     _log.info("the best so far: %s", ", ".join(row_of(choice)))

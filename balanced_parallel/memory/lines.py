@@ -58,13 +58,14 @@ class Lines:
             np.array([sizes.get(each.kind, each.size) for each in trace.blocks])
             for trace in (first, self._last)
         ]
-        devices, _, kinds, _, _, _, self._streams, *bounds, is_output = zip(
-            *first.blocks, strict=True
-        )
-        self.kinds, self.is_output = map(np.array, (kinds, is_output))
-        self._lower, self._upper = np.array(bounds)
+        self.kinds = np.array([block.kind for block in first.blocks])
+        self.is_output = np.array([block.is_output for block in first.blocks])
+        self._streams = [block.stream for block in first.blocks]
+        self._lower = np.array([block.least for block in first.blocks])
+        self._upper = np.array([block.most for block in first.blocks])
         # the host counts as one device more
-        self._devices = np.array([places.get(device, request.devices) for device in devices])
+        devices = [places.get(block.device, request.devices) for block in first.blocks]
+        self._devices = np.array(devices)
         self._events = np.array(first.events, dtype=np.int64)
         self._numbers = np.abs(self._events) - 1  # the places of their blocks
         self._replay = functools.cache(self._replay_events)

@@ -46,7 +46,7 @@ def numbers_of(part: nn.Module) -> dict[str, object]:
 
 
 def _attributes_of(part: nn.Module, kinds: frozenset[type]) -> dict[str, object]:
-    if is_of_torch(type(part)):  # type: ignore[arg-type]  # Its stub takes the hash for that of instances.
+    if is_of_torch(part):
         return {}
     return {
         name: value
@@ -57,14 +57,18 @@ def _attributes_of(part: nn.Module, kinds: frozenset[type]) -> dict[str, object]
 
 
 NUMBERS: frozenset[type] = frozenset({int, float, bool})
-_VALUES: frozenset[type] = NUMBERS | {
-    type(None),
-    Tensor,
-}  # An attribute may be None before a forward sets it.
+# An attribute may be None before a forward sets it.
+_VALUES: frozenset[type] = NUMBERS | {type(None), Tensor}
+
+
+def is_of_torch(part: object) -> bool:
+    """Returns True for an object whose class and all its bases are of Python or torch."""
+    # The stub of a cached function takes the hash of a class for that of instances.
+    return _is_class_of_torch(type(part))  # type: ignore[arg-type]
 
 
 @functools.cache
-def is_of_torch(kind: type) -> bool:
+def _is_class_of_torch(kind: type) -> bool:
     """Returns True for a class without bases elsewhere. FSDP2 makes subclasses in torch."""
     names = ("torch.", "balanced_parallel.", "builtins")
     return all(base.__module__.startswith(names) for base in kind.__mro__)

@@ -86,8 +86,8 @@ def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
             # The call itself raised it.
             removed = [instead for name, instead in _REMOVED.items() if name in kwargs]
             # Python 3.13 adds a guess.
-            told = str(error).partition(". Did you mean")[0]
-            raise TypeError(f"{told}, expected {' and '.join(removed) or form}") from None
+            text = str(error).partition(". Did you mean")[0]
+            raise TypeError(f"{text}, expected {' and '.join(removed) or form}") from None
 
     return call
 

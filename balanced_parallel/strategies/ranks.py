@@ -369,8 +369,7 @@ class RankModel(ParallelModel):
 
 def _may_advance(part: nn.Module) -> bool:
     """Returns True for a module with buffers, or of a class whose forward may make some, or numbers."""
-    kind: Any = type(part)
-    return bool(torch_private.buffers_of(part)) or not is_of_torch(kind)
+    return bool(torch_private.buffers_of(part)) or not is_of_torch(part)
 
 
 class RankSync(GradientSync):

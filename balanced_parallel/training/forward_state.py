@@ -60,7 +60,7 @@ class ForwardState:
         self._parts = {
             part: name
             for part, name in names.items()
-            if advancing_buffers(part) or not is_of_torch(type(part))  # type: ignore[arg-type]
+            if advancing_buffers(part) or not is_of_torch(part)
             if not sums_rows(part)
         }
         self.is_empty = not self._parts

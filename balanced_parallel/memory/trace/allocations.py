@@ -224,10 +224,9 @@ class Count(TorchDispatchMode):
 
     def _take(self, func: object, args: tuple[Any, ...], workspace: Workspace) -> None:
         """Records a block of an operator."""
-        size, kind, *bounds = workspace
-        if size:
-            facts = str(args[0].device), size, kind, str(func), *self._place(), 0, *bounds, False
-            self.blocks.append(Block._make(facts))
+        if workspace.size:
+            facts = str(args[0].device), workspace.size, workspace.kind, str(func), *self._place()
+            self.blocks.append(Block(*facts, least=workspace.least, most=workspace.most))
             self.events.append(len(self.blocks))
 
     def _run(

@@ -316,7 +316,7 @@ def extend_traces(shorts: Sequence[Trace], long: Trace, stack: Stack, more: int)
         else:
             module = label[0].replace("#", str(number))
             for each, size in zip(blocks, sizes[place], strict=True):
-                each.append(Block._make((block[0], size, *block[2:4], module, *block[5:])))
+                each.append(block._replace(size=size, module=module))
             events.append(len(blocks[0]))
             releases[end].append(-len(blocks[0]))
         events += releases.pop(place, ())

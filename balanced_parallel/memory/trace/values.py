@@ -54,7 +54,7 @@ class Values:
         writes = func._schema.is_mutable
         are_known = (each in self.real or (is_small(each) and not writes) for each in tensors)
         if not tensors or not all(are_known):
-            self._forget(args[:writes])  # An operator writes to its first argument.
+            self._forget(func, args)
             return run(func, args, kwargs)
         compute = functools.partial(self._compute, func, args, kwargs)
         if func in READS:
@@ -73,11 +73,14 @@ class Values:
                     self.real[leaf] = real
         return result
 
-    def _forget(self, tree: object) -> None:
-        """Forgets the values of tensors, and of all that share their storage."""
-        written = {
-            storage_id(leaf.untyped_storage()) for leaf in tensors_of(tree) if leaf in self.real
-        }
+    def _forget(self, func: Any, args: tuple[object, ...]) -> None:
+        """Forgets the values of what an operator writes to, its first argument, and of all tensors
+        that share their storage.
+        """
+        if not (self.real and func._schema.is_mutable):
+            return
+        tensors = [leaf for leaf in tensors_of(args[:1]) if leaf in self.real]
+        written = {storage_id(leaf.untyped_storage()) for leaf in tensors}
         for fake in [fake for fake in self.real if storage_id(fake.untyped_storage()) in written]:
             del self.real[fake]
 
