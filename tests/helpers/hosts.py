@@ -7,11 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.processes import run_script
+from helpers.processes import Script
 from helpers.torchrun import launch
 
 ADDRESSES = ["10.83.0.1", "10.83.0.2"]
@@ -19,9 +18,9 @@ ADDRESSES = ["10.83.0.1", "10.83.0.2"]
 
 def run_on_two_hosts(script, *arguments, ranks_per_host=2, timeout=120):
     """Runs a script with torchrun on two hosts. Returns a ``subprocess.CompletedProcess`` for each of them."""
-    with network_namespaces(f"bp{os.getpid()}") as hosts, ThreadPoolExecutor(2) as pool:
+    with network_namespaces(f"bp{os.getpid()}") as hosts:
 
-        def run(host, address):
+        def start(host, address):
             launcher = [
                 "--nnodes=2",
                 f"--nproc-per-node={ranks_per_host}",
@@ -32,12 +31,11 @@ def run_on_two_hosts(script, *arguments, ranks_per_host=2, timeout=120):
                 f"--local-addr={address}",
             ]
             environment = {"GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1"}
-            return run_script(
-                Path(__file__), host, *launcher, script, *arguments, timeout=timeout, **environment
-            )
+            return Script(Path(__file__), host, *launcher, script, *arguments, **environment)
 
         try:
-            return list(pool.map(run, hosts, ADDRESSES))
+            scripts = list(map(start, hosts, ADDRESSES))
+            return [script.wait(timeout) for script in scripts]
         finally:
             kill_processes(hosts)
 
