@@ -419,7 +419,7 @@ def test_names_of_classes_and_types_have_one_owner():
 # Each has the reason why a module is not part of its only importer, in its own folder.
 SINGLE_IMPORTER = {
     "diagnostics.bits": "a public argument",
-    "loss.columns": "dimensions, which notes of sums need",
+    "loss.drafts": "the formula; notes are a mode of torch",
     "memory.allocator": "the rules of the allocator of torch",
     "memory.trace.doubles": "savings; the tracer runs updates",
     "memory.trace.results": "facts of results; the counter records memory",

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -20,23 +19,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..batch import containers
-from ..batch.marks import (
-    Along,
-    Arguments,
-    Rows,
-    Whole,
-    map_marked,
-    mark,
-    mark_leaves,
-    objects_in,
-    without_mark,
-)
-from ..batch.outputs import PerReplica, join_outputs, join_tensors, padded, repeated_rows
+from ..batch.marks import Arguments, map_marked
+from ..batch.outputs import PerReplica
 from ..batch.plan import consecutive
 from ..batch.rows import NOTHING, ParallelModel, Shard, count_rows, cut, move_leaves
 from ..replicas.replicas import window
 from ..runtime.collectives import gather_objects, world_size
-from ..runtime.devices import move
 from ..runtime.module_state import is_of_torch
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import memory_of_plain
@@ -47,6 +35,7 @@ from .formula import OVER_NUMBER, Formula
 from .inside import ForwardNotes, RowsOfForward, evaluating, on_host, run_rows, take_rows
 from .names import MASKED, SIZED, SumName, UnknownMeanError, compare_names
 from .rules import refuse_coupled
+from .samples import Sample, bytes_of, find_constant, join_equal, sample_of
 from .sums import widen
 
 # Two rows may look independent by chance, as by an equal number of positive targets.
@@ -55,14 +44,6 @@ ROWS_TO_CHECK = 16
 ROWS_TOGETHER = 1024
 ROWS_IN_A_LOOP = 64  # They take their time one by one.
 BYTES_TOGETHER = 2**24
-_CONSTANT = (
-    "{} has no entry for each row, and each shard would add it: expected a value for each row, or a penalty that is added to "
-    "the loss that the criterion returned"
-)
-_APART = "which can be neither cut into rows nor joined: return the tensors that it has, and make it of them in the criterion"
-# Positions that only other shards have. It is finite, and has no part in a softmax.
-_PADDING = -1e4
-
 
 Sums = dict[SumName, Tensor]
 
@@ -78,32 +59,6 @@ class ShardStatistics(NamedTuple):
     def columns(self) -> Sequence[torch.Size]:
         """The shapes of reductions along the rows."""
         return () if self.formula is None else self.formula.columns
-
-
-class Sample(NamedTuple):
-    """Rows of a shard."""
-
-    pair: Any  # Output and targets, marked.
-    rows: int
-    constant: AbstractSet[str] = frozenset()  # Outputs at these places have no rows.
-
-    def without_rows(self, places: AbstractSet[str]) -> "Sample":
-        """Returns the sample with the tensors at some places as they are for all rows."""
-
-        def unmark(place: str, leaves: list[Any]) -> Any:
-            (leaf,) = leaves
-            return Whole(without_mark(leaf)) if place in places else leaf
-
-        return self._replace(pair=containers.zip_leaves(unmark, [self.pair]), constant=places)
-
-    @property
-    def reason(self) -> str:
-        """The reason why its sums may not add up."""
-        objects = objects_in(self.pair[0])
-        if objects:
-            return f"the output has {containers.describe(objects[0])}, {_APART}"
-        places = (f"output{place.removeprefix('[0]')}" for place in sorted(self.constant))
-        return _CONSTANT.format(", ".join(places)) if self.constant else ""
 
 
 class ComparisonOfSums:
@@ -165,7 +120,8 @@ class ComparisonOfSums:
         for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
             if size and self._rows < ROWS_TO_CHECK:
                 self._rows += min(size, ROWS_TO_CHECK - 1)  # two shards at least
-                self._keep(self._sample(PerReplica([output], [size], outputs.dim), size, shard))
+                piece = PerReplica([output], [size], outputs.dim)
+                self._keep(sample_of(piece, size, shard, self.copies.dim))
 
     def _is_due(self, statistics: Sequence[Sums]) -> bool:
         first = next(filter(None, statistics), None)
@@ -176,25 +132,6 @@ class ComparisonOfSums:
         kinds = [name.kind for name in first]
         numbers = {numbers_of(each) for each in statistics if each}
         return checks.are_due((*kinds, *_flags(self.copies.criterion)), numbers)
-
-    def _sample(self, output: PerReplica, rows: int, shard: Shard) -> Sample:
-        targets = mark(shard.targets, self.copies.dim)
-        entry = output[0]
-        if _has_entry_per_row(entry, rows, targets):
-            entry = Rows(entry)
-        pair = mark_leaves(entry, output.dim, "the output"), targets
-        leaves = containers.leaves(pair[:1])
-        sizes = {place: size for place, leaf in leaves if (size := _size_of(leaf)) is not None}
-        counts = {*sizes.values()}
-        # words, or a packed row
-        if counts == {shard.target_rows} or (shard.is_joined and counts == {1}):
-            rows = counts.pop()
-        constant = {place for place, size in sizes.items() if rows != 1 and size != rows}
-        sample = Sample(pair, rows, constant)
-        if sample.constant and rows not in counts:
-            reason = repeated_rows(output, output.sizes, output.dim)
-            raise ValueError(f"{reason}; or pass flat targets too" if reason else sample.reason)
-        return sample
 
     @torch.no_grad()
     def refutes_columns(self, parts: Sequence[ShardStatistics], calls: Calls) -> bool:
@@ -214,7 +151,7 @@ class ComparisonOfSums:
         piece = PerReplica([outputs[number]], [size], outputs.dim)
         # Rows that cannot be cut or joined have an error later.
         with contextlib.suppress(Exception):
-            sample = self._sample(piece, size, calls.shards[number])
+            sample = sample_of(piece, size, calls.shards[number], self.copies.dim)
             others = self._of_other_rows(sample, whole.nothing.device)
             checks.tell_columns(are_some=others.columns == whole.columns)
         return checks.has_columns is False
@@ -224,13 +161,13 @@ class ComparisonOfSums:
         if sample.rows > 1:
             first = sample.rows // 2
             return self._run(sample.pair, [first, sample.rows - first], device)[0]
-        join = functools.partial(_join_equal, device=device, padding="[0]")
+        join = functools.partial(join_equal, device=device, padding="[0]")
         pair = containers.zip_leaves(join, [sample.pair, sample.pair])
         return self._run(pair, [2], device)[0]
 
     def _keep(self, sample: Sample) -> None:
         """Keeps a sample on the host, or compares a large one alone."""
-        if _size(sample.pair) * world_size() > BYTES_TOGETHER:
+        if bytes_of(sample.pair) * world_size() > BYTES_TOGETHER:
             tensor = containers.first_tensor(move_leaves(sample.pair[0], None))
             self._compare([sample], self.home if tensor is None else tensor.device)
         else:
@@ -276,7 +213,7 @@ class ComparisonOfSums:
     @torch.no_grad()
     def _compare_samples(self, samples: Sequence[Sample], device: torch.device) -> None:
         constant = {place for sample in samples for place in sample.constant}
-        repeated = _find_constant(samples)
+        repeated = find_constant(samples)
         try:
             parts = self._halve(samples, constant | repeated, device)
         except ValueError:
@@ -295,11 +232,11 @@ class ComparisonOfSums:
         halves = [*itertools.chain(*(each for _, each in parts))]
         count = rows = sum(sample.rows for sample in samples)
         pairs = [sample.pair for sample in samples]
-        join = functools.partial(_join_equal, device=device, padding="[0]")
+        join = functools.partial(join_equal, device=device, padding="[0]")
         try:
             pair = containers.zip_leaves(join, pairs)
             most = ROWS_IN_A_LOOP if self._has_loop else ROWS_TOGETHER
-            while 2 * rows <= most and 2 * _size(pair) < BYTES_TOGETHER:
+            while 2 * rows <= most and 2 * bytes_of(pair) < BYTES_TOGETHER:
                 pair = containers.zip_leaves(join, [pair, pair])
                 rows *= 2
             again = functools.partial(self._sums_of, pair, [rows], device)
@@ -543,97 +480,6 @@ def _copied(leaf: object) -> object:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def is_list(leaf: object) -> bool:
-    """Returns True for a list with an entry for each row."""
-    return isinstance(leaf, Rows) or containers.is_row_list(without_mark(leaf))
-
-
-def _has_entry_per_row(output: object, rows: int, targets: Arguments) -> bool:
-    """Returns True for a list with an entry for each row: beside another one, or of tensors that do
-    not have all rows.
-    """
-    if type(output) is not list or len(output) != rows:
-        return False
-    if any(isinstance(leaf, Rows) for _, leaf in containers.leaves(targets)):
-        return True
-    return any(tensor.shape[:1] != (rows,) for tensor in containers.tensors_in(output))
-
-
-def join_rows(place: str, values: list[Any], device: torch.device, padding: str = "") -> Any:
-    """Returns the rows of marked values as one on ``device``, or the first value if they have no
-    rows.
-
-    A tensor at the place ``padding`` is padded.
-    """
-    first = values[0]
-    plain = [without_mark(value) for value in values]
-    if isinstance(first, Along) and isinstance(first.leaf, Tensor):
-        plain = padded(plain, first.dim, _PADDING) if place == padding else plain
-        return Along(join_tensors(place, plain, device, first.dim), first.dim)
-    if isinstance(first, PerReplica):
-        return mark_leaves(join_outputs(values, first.dim).on(device), first.dim, place)
-    if is_list(first):
-        kind: Any = Rows if isinstance(first, Rows) else type(plain[0])
-        return kind([*itertools.chain(*plain)])
-    if len(values) > 1 and objects_in(first):
-        return _Apart(first)
-    return move(first, device) if isinstance(first, Tensor) else first
-
-
-class _Apart(containers.Leaf):
-    """Stands for objects of several shards, whose tensors cannot be joined."""
-
-    def __init__(self, value: object) -> None:
-        self._name = containers.describe(value)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise TypeError(f"the output has {self._name}, {_APART}")
-
-
-def _join_equal(place: str, values: list[Any], device: torch.device, padding: str) -> Any:
-    """Returns the rows of marked values as one. Raises ``ValueError`` if tensors and numbers without
-    rows differ.
-    """
-    first, *others = [move_leaves(value, device) for value in values]
-    is_one = not isinstance(values[0], (Along, Rows)) and isinstance(first, (Tensor, int, float))
-    if is_one and not all(torch.equal(*map(torch.as_tensor, (first, each))) for each in others):
-        raise ValueError(f"{place} differs between samples, expected one value for all")
-    return join_rows(place, values, device, padding)
-
-
-def _size_of(leaf: object) -> int | None:
-    """Returns the size of a marked tensor in the dimension of its rows, None for another value."""
-    if not isinstance(leaf, Along) or not isinstance(leaf.leaf, Tensor):
-        return None
-    return leaf.leaf.size(leaf.dim)
-
-
-def _find_constant(samples: Sequence[Sample]) -> set[str]:
-    """Returns the places of outputs that are the same for all shards, while others are not.
-
-    They have no rows, as prototypes, whose number is by chance that of the rows of a shard. As many
-    equal rows as those of the shard may be one value that is expanded to them.
-    """
-    equal: dict[str, bool] = {}
-    constant: set[str] = set()
-
-    def look(place: str, values: list[Any]) -> None:
-        first, *others = map(without_mark, values)
-        if not place.startswith("[0]") or not isinstance(first, Tensor):
-            return
-        equal[place] = all(torch.equal(first, other) for other in others)
-        if equal[place] and isinstance(values[0], Along) and first.is_floating_point():
-            count = first.size(values[0].dim)
-            row = first.narrow(values[0].dim, 0, min(count, 1))
-            if count != samples[0].rows or not bool((first == row).all()):
-                constant.add(place)
-
-    if len(samples) > 1:
-        with contextlib.suppress(ValueError):  # Lists with an entry for each row may differ.
-            containers.zip_leaves(look, [sample.pair for sample in samples])
-    return set() if all(equal.values()) else constant
-
-
 class Rounding(TorchFunctionMode):
     """Changes the result of each function of torch in its block by a small relative error, as
     stochastic arithmetic does (CESTAC, Vignes 1974).
@@ -673,11 +519,6 @@ def _flags(criterion: Any) -> list[bool]:
     return [
         value for module in modules for value in vars(module).values() if isinstance(value, bool)
     ]
-
-
-def _size(node: object) -> int:
-    """Returns the bytes of the tensors in a marked structure."""
-    return sum(tensor.nbytes for tensor in containers.tensors_in(move_leaves(node, None)))
 
 
 def _shown(tensor: Tensor) -> str:

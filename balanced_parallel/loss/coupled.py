@@ -26,9 +26,9 @@ from ..runtime.collectives import gather_objects, gather_rows, rank, world_size
 from ..runtime.devices import move
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
-from .comparison import is_list, join_rows
 from .copies import Calls, CriterionCopies, ShardLoss
 from .entries import LoggedMeans, add_leaves, log_mean, places_to_log
+from .samples import is_list, join_rows
 from .sums import LossSum, hand_back, weighted_sum, widen
 
 

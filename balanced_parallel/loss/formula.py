@@ -313,11 +313,6 @@ def multiply_forms(first: Form, second: Form) -> Form:
     return first if second.kind == "constant" else OTHER
 
 
-def lengths_of(shapes: Iterable[torch.Size], rows: int) -> list[float | None]:
-    """Returns the elements of a row in each tensor of these shapes, None without rows."""
-    return [shape.numel() / rows if rows and rows in shape else None for shape in shapes]
-
-
 def flatten(arguments: Iterable[Any]) -> Iterator[Any]:
     """Yields arguments, and the entries of lists and tuples among them."""
     for argument in arguments:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..batch import containers
 from .copies import ShardLoss
-from .formula import lengths_of
 from .rules import find_torch_loss
+from .shard_numbers import lengths_of
 
 MASKED = "(errors * mask).sum() / mask.sum()"
 ALWAYS = (
