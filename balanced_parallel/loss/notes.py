@@ -61,6 +61,7 @@ from .formula import (
     results_in,
     root,
     shape_of,
+    shorten,
 )
 from .rules import RULES, arguments_of, divisor, reduction_in
 from .sums import weighted_sum, widen, zero_of
@@ -85,17 +86,19 @@ _NAMES = {
 _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}
 # The size of the result depends on values.
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount", "pack_padded_sequence"}
-_OF_VALUES = _SELECTIONS | {"where", "__setitem__", PACK_NAME}
+_NEW = {"new_zeros", "new_tensor", "new_full", "new_ones"}
+_OF_VALUES = _SELECTIONS | _NEW | {"where", "__setitem__", PACK_NAME}
 _CHECKS = {"isnan", "isinf", "isfinite"}  # A branch on them is that of errors.
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 _JOINS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
 _PRODUCTS = columns.PRODUCTS | {"dot", "vdot", "inner", "tensordot"}
-_SUMS = _PRODUCTS | {"sum", "nansum", "count_nonzero", "trace"}
+_SUMS = _PRODUCTS | columns.PLACED | {"sum", "nansum", "count_nonzero", "trace"}
 _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
 _REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
-_NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
+_LIKE = {"zeros_like", "ones_like", "full_like"}
 _NUMBERS = {"tensor", "new_tensor", "as_tensor", "scalar_tensor"}
-_CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
+_SIZED = {"zeros", "ones", "full", "arange", "linspace"}
+_CREATIONS = _SIZED | {"tensor", "as_tensor", "scalar_tensor"}
 _ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "pow"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
 # Means over elements. That of class indices leaves out padding.
@@ -123,6 +126,7 @@ class Facts(NamedTuple):
     is_column: bool = False
     # It was computed without a graph. An autograd function may have given it a derivative.
     is_inside: bool = False
+    is_sized: bool = False  # A constant, which may have an element for each row.
     original: "Facts | None" = None  # The facts about the tensor that it copies.
     text: str = "a tensor"  # "a tensor", or how a constant was made
 
@@ -320,6 +324,8 @@ class SumNotes(TorchFunctionMode):
             return False
         if self._rows_taken(name, [*args, *kwargs.values()]):
             return False
+        if self._rows and columns.broadcasts(name, args, result):
+            return False
         return not columns.moves_rows(name, args, kwargs, result)
 
     def _is_unknown(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -350,7 +356,7 @@ class SumNotes(TorchFunctionMode):
         if func in RULES and call.level == _OF_ROWS and self._row_of(call) is None:
             return self._loss(func, arguments_of(func, *args, **kwargs))
         operation = self._operation(call, func, args, kwargs)
-        if call.writes and call.level:
+        if call.writes:
             self._keep_values(args[0], call.level)
         result = results[0] if results else func(*args, **kwargs)
         self._note_read(call, result)
@@ -427,7 +433,7 @@ class SumNotes(TorchFunctionMode):
         tensors = [part for part in flatten(values) if isinstance(part, Tensor)]
         if name in CONVERSIONS and args and isinstance(args[0], Tensor):
             tensors = tensors[:1]
-        level = _level_of([*map(self._of, tensors)])
+        level = _level_of(name, [*map(self._of, tensors)])
         if func is torch.autograd.grad and level:  # A formula has no graph of the rows.
             level = _OF_ROWS if self._is_of_rows(tensors) else _OF_BOTH
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
@@ -488,7 +494,9 @@ class SumNotes(TorchFunctionMode):
 
         Other tensors in it become unknown.
         """
-        sharing = [each for each in self._facts.sharing(written) if _share_memory(each, written)]
+        # Buffers of a criterion share memory.
+        others = self._facts.sharing(written) if level else ()
+        sharing = [each for each in others if _share_memory(each, written)]
         for number in [self._of(tensor).number for tensor in sharing]:
             each = self.statistics.get(number) if number is not None else None
             if each is not None and isinstance(each.value, Tensor):
@@ -502,21 +510,28 @@ class SumNotes(TorchFunctionMode):
     def _facts_of(self, call: FunctionCall, result: Tensor) -> Facts:
         """Returns the facts about a result that is not in the formula."""
         name, tensors, level = call.name, call.tensors, call.level
-        is_new = name in _NEW and len(tensors) == 1
-        is_created = result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS))
-        is_created = is_created or name == "eye"  # Nothing is written to one, in a penalty.
+        is_new = name in _NEW | _LIKE and len(tensors) == 1
+        values = call.values[int(is_new) :]
+        is_created = is_new or (name in _CREATIONS and not containers.tensors_in(values))
+        is_created = self._is_fixed(name, result) if is_created else name == "eye"
         if is_created or (tensors and level == _OF_NOTHING):
-            values = call.values[int(is_new) :]
-            is_zero = is_created and ("zeros" in name or (name in _NUMBERS and not any(values)))
+            is_zero = name in _NUMBERS and result.numel() == 1 and not any(values)
+            is_zero = is_created and (is_zero or "zeros" in name)
             form = ZERO if is_zero else CONSTANT
-            return _FIXED._replace(form=form, text=self._text(name, values))
-        if not tensors:
-            return _UNKNOWN  # It may be random, or be written to unseen.
-        if level == _OF_SUMS:
-            return Facts(_OF_BOTH)
+            is_sized = name in _SIZED or any(self._of(each).is_sized for each in tensors)
+            return _FIXED._replace(form=form, text=self._text(name, values), is_sized=is_sized)
         return self._facts_of_rows(call, result)
 
+    def _is_fixed(self, name: str, result: Tensor) -> bool:
+        """Returns True for a number, or a creation in a criterion that knows no value of the batch."""
+        is_known = self._rows and not self._may_have_read and name not in _LIKE
+        return result.numel() == 1 or bool(is_known)
+
     def _facts_of_rows(self, call: FunctionCall, result: Tensor) -> Facts:
+        if not call.tensors:
+            return _UNKNOWN  # It may be random, or be written to unseen.
+        if call.level == _OF_SUMS:
+            return Facts(_OF_BOTH)
         facts = [*map(self._of, call.tensors)]
         is_target = all(each.is_target for each in facts) and not result.requires_grad
         is_selected = any(each.is_selected for each in facts)
@@ -536,9 +551,9 @@ class SumNotes(TorchFunctionMode):
     def _dim_in(self, call: FunctionCall, result: Tensor) -> int | None:
         """Returns the dimension of the rows in a result, if its memory does not tell."""
         if columns.prepends(call.name, call.args, call.kwargs):
-            return -1
-        first = call.tensors[0]
-        rows = next((each for each in call.tensors if self._of(each).dim is not None), first)
+            return 1 if call.name == "unsqueeze" and not self._dim_of(call.tensors[0]) else -1
+        of_rows = [each for each in call.tensors if self._of(each).level] or call.tensors
+        rows = next((each for each in of_rows if self._of(each).dim is not None), of_rows[0])
         return columns.dim_behind(call.name, rows, self._of(rows).dim, result)
 
     def _text(self, name: str, values: Sequence[object]) -> str:
@@ -547,12 +562,16 @@ class SumNotes(TorchFunctionMode):
             leaf for leaf in leaves if not isinstance(leaf, torch.device)
         ]  # Replicas differ in it.
         texts = (self._of(leaf).text if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
-        return f"{name}({', '.join(texts)})"
+        return shorten(f"{name}({', '.join(texts)})")
+
+    @property
+    def _may_have_read(self) -> bool:
+        """True if numbers may be values of the batch."""
+        return self._has_read or self._has_asked or not self._knows_numbers
 
     def _note_numbers(self, name: str, args: Sequence[object]) -> None:
         """Notes the numbers of an operation that may be values of the rows."""
-        may_be_read = self._has_read or self._has_asked or not self._knows_numbers
-        if may_be_read and _NAMES.get(name, name) in _ARITHMETIC:
+        if self._may_have_read and _NAMES.get(name, name) in _ARITHMETIC:
             self._read += [float(each) for each in args if isinstance(each, numbers.Real)]
 
     def _note_read(self, call: FunctionCall, result: object) -> None:
@@ -777,6 +796,9 @@ class SumNotes(TorchFunctionMode):
         """Returns True for a reduction along the dimension that has all rows."""
         if not self._has_columns or not columns.is_strided(call.tensors):
             return False
+        if call.name in columns.PLACED:
+            dim = call.kwargs.get("dim", *call.args[1:2])
+            return self._rows is not None and (dim == 0 or call.name == "bincount")
         dims = [self._dim_of(each) for each in call.tensors]
         if call.name in columns.PRODUCTS:
             return columns.contracts(call.name, call.args, dims)
@@ -962,9 +984,11 @@ def _is_getter(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__get__"
 
 
-def _level_of(facts: Sequence[Facts]) -> int:
+def _level_of(name: str, facts: Sequence[Facts]) -> int:
     """Returns what a function of tensors depends on."""
     levels = {each.level for each in facts}
+    if levels == {_OF_NOTHING} and name in _REDUCTIONS and any(each.is_sized for each in facts):
+        return _OF_ROWS  # It may be a count of them.
     if not {_OF_SUMS, _OF_ROWS} <= levels:
         return max(levels, default=_OF_NOTHING)
     are_columns = all(each.is_column for each in facts if each.level == _OF_SUMS)
