@@ -772,7 +772,7 @@ class SumNotes(TorchFunctionMode):
         is_target = all(self._of(each).is_target for each in call.tensors)
         facts = Facts(_OF_SUMS, is_target=is_target, is_column=result.dim() > 0)
         if name in _SUMS:
-            self._sum("sum", widen(result), result, is_target=is_target)
+            self._sum("sum", _wide_sum(call, result), result, is_target=is_target)
         elif name in _NORMS:
             orders = {each for each in call.values if type(each) in (int, float, str)}
             if orders <= {2, "fro"}:
@@ -787,8 +787,7 @@ class SumNotes(TorchFunctionMode):
                 total = rows.nansum()
                 count = rows.isnan().logical_not().sum()
             else:
-                settings = {**call.kwargs, "dtype": widen(result).dtype}
-                total = torch.sum(*call.args, **settings)
+                total = _wide_sum(call, result)
             name += shape_of(total)
             self._quotient(name, self._add(name, widen(total)), count, result, facts)
 
@@ -966,6 +965,14 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _wide_sum(call: FunctionCall, result: Tensor) -> Tensor:
+    """Returns the sum behind a sum or a mean, which half precision would round."""
+    wide = widen(result)
+    if call.name == "mean" or (call.name == "sum" and wide is not result):
+        wide = torch.sum(*call.args, **{**call.kwargs, "dtype": wide.dtype})
+    return wide
+
+
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:
     """Returns True if two plain tensors have one storage."""
     memory = memory_of_plain(tensor)
@@ -1001,16 +1008,19 @@ def _is_plain(index: object) -> bool:
     return all(isinstance(each, _INDICES) for each in indices)
 
 
-def _lists_of_entries(value: Any, rows: int | None) -> Iterator[list[Any]]:
-    """Yields the lists in a structure that have an entry for each row, such as strings or mappings."""
+def _lists_of_entries(value: Any, rows: int | None, *, is_part: bool = False) -> Iterator[list[Any]]:
+    """Yields the lists in a structure that may have an entry for each row, such as strings or mappings.
+
+    Others are lists of heads or layers, whose tensors have all rows.
+    """
     if isinstance(value, list):
-        are_tensors = all(
-            isinstance(entry, Tensor) and entry.dim() and len(entry) == rows for entry in value
-        )
-        yield from () if are_tensors else [value]
+        tensors = containers.tensors_in(value)
+        have_rows = (tensors or not value) and all(each.shape[:1] == (rows,) for each in tensors)
+        is_part = is_part or all(isinstance(entry, Tensor) for entry in value)
+        yield from () if have_rows and (is_part or len(value) != rows) else [value]
     elif not isinstance(value, Tensor) and (container := containers.open_container(value)):
         for child in container.children:
-            yield from _lists_of_entries(child, rows)
+            yield from _lists_of_entries(child, rows, is_part=not isinstance(value, tuple))
 
 
 def sum_and_count(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:

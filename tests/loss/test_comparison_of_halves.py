@@ -352,3 +352,49 @@ def test_an_update_behind_one_that_has_failed_is_compared():
         step(torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 3]))
     with pytest.raises(ValueError, match="does not add up over the rows"):
         step(torch.randn(6, 4), torch.arange(6) % 3)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"devices": 8}])
+def test_layers_in_a_mapping_are_no_rows(layout):
+    """As many layers as a shard has rows were taken for rows, and ``len(target)`` for a value of the batch."""
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+        def forward(self, rows):
+            first, *others = [{"logits": layer(rows)} for layer in self.layers]
+            return {**first, "aux_outputs": others}
+
+    def criterion(outputs, target):
+        losses = [F.cross_entropy(outputs["logits"], target)]
+        for each in outputs["aux_outputs"]:
+            losses.append(each["logits"].square().sum() / len(target))
+            losses.append(F.cross_entropy(each["logits"], target))
+        return sum(losses)
+
+    for rows in (3, 4, 7):
+        net = Decoder()
+        step = make_step(net, criterion, lr=0.0, **layout)
+        inputs, target = torch.randn(rows, 4), torch.randint(3, (rows,))
+        assert_close(step(inputs, target), criterion(net(inputs), target).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"devices": 2, "micro_batch_size": 2}])
+def test_sums_in_half_precision_are_not_rounded(layout, dtype):
+    """Those of the rows together and of halves differed by the rounding of bfloat16."""
+
+    def criterion(output, target):
+        mask = (target > 0).to(output)
+        return ((output - target).abs() * mask).sum() / mask.sum() + output.square().sum() / len(
+            output
+        )
+
+    net = nn.Linear(4, 3).to(dtype)
+    step = make_step(net, criterion, lr=0.0, **layout)
+    for _ in range(2):
+        inputs, target = (5 * torch.randn(64, size).to(dtype) for size in (4, 3))
+        expected = criterion(net(inputs).double(), target.double()).detach()
+        assert_close(step(inputs, target).double(), expected, rtol=2e-2, atol=0)
