@@ -1,16 +1,20 @@
 """The times when a loss of a batch is compared with that of halves of its rows."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+
+from torch import Tensor
 
 
 class Checks:
-    """Tells when a loss is compared with that of halves: the 1st, 2nd, 4th, 8th, ... time, and when
-    it has new terms. Numbers that may be values count too, by the times that they change.
+    """Tells when a loss is compared with that of halves: the 1st, 2nd, 4th, 8th, ... time, when it
+    has new terms, and when a sum is not zero for the first time. Numbers that may be values count
+    too, by the times that they change.
     """
 
     def __init__(self) -> None:
         self._calls = 0
         self._forms: set[Hashable] = set()
+        self._shown: set[Hashable] = set()  # The places of sums that were not zero, in their forms.
         self._numbers: object = {()}
         self._changes = 0  # They are those of the numbers.
         # A sample of one row shows nothing, until there is another row.
@@ -21,6 +25,16 @@ class Checks:
     def tell_columns(self, *, are_some: bool) -> None:
         """Tells whether reductions along the first dimension are sums of columns."""
         self.has_columns = are_some
+
+    def shows(self, form: Hashable, sums: Iterable[Tensor]) -> bool:
+        """Returns True if a sum is not zero for the first time: zeros of halves show nothing."""
+        new = {
+            (form, place)
+            for place, value in enumerate(sums)
+            if (form, place) not in self._shown and value.detach().nan_to_num(0, 0, 0).any()
+        }
+        self._shown |= new
+        return bool(new)
 
     def are_due(self, form: Hashable, numbers: object = None) -> bool:
         """Counts a call. Returns True if statistics of this form and numbers are to be compared."""
@@ -37,6 +51,7 @@ class Checks:
         """Makes the next comparison due, with these samples too."""
         self.pending = samples
         self._forms.clear()
+        self._shown.clear()
 
     def take(self, samples: list[object], *, of_one_row: bool) -> list[object]:
         """Returns samples with the one that was pending, or keeps that of one row."""

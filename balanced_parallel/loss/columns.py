@@ -19,10 +19,12 @@ from .formula import flatten
 MEANS = {"mean", "nanmean"}
 REDUCTIONS = {"sum", "nansum", "count_nonzero", "mean"}
 PRODUCTS = {"matmul", "mm", "einsum"}
+PLACED = {"index_add", "scatter_add", "bincount"}  # Sums of rows in places that an index tells.
 TRANSPOSES = {"T", "mT", "H", "mH"}
 _VIEWS = TRANSPOSES | {"t", "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
 _MOVES = _VIEWS | {"reshape", "view", "flatten", "contiguous", "clone"}
 _PREPENDING = {"stack", "unsqueeze", "getitem", "__getitem__"}
+_BROADCASTS = {"add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum"}
 _STACKED = -1  # No dimension has the rows.
 
 
@@ -30,7 +32,7 @@ def moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: T
     """Returns True for a function that reduces the rows, or after which they may be in another
     dimension than the first.
     """
-    if name == "einsum":
+    if name == "einsum" or name.strip("_") in PLACED:
         return True
     if name in REDUCTIONS:
         return is_strided(args) and is_along(dim_of(args[0]), args, kwargs)
@@ -44,13 +46,12 @@ def prepends(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Returns True for a function that puts a dimension before that of the rows."""
     if name not in _PREPENDING:
         return False
-    if name == "stack":
-        return True
     if not args:  # The tensor has a name, and its memory tells.
-        return False
-    place = kwargs.get("dim", args[-1])
-    if name == "unsqueeze":
-        return place in (0, -1 - args[0].dim())
+        return name == "stack"
+    place = kwargs.get("dim", 0 if len(args) == 1 else args[-1])
+    if name in ("stack", "unsqueeze"):
+        first = args[0][0] if name == "stack" else args[0]
+        return place in (0, -1 - first.dim())
     first = place[0] if isinstance(place, tuple) and place else place
     return first is None
 
@@ -77,18 +78,33 @@ def dim_behind(name: str, rows: Tensor, before: int | None, result: Tensor) -> i
     ``before`` is that in the argument ``rows``, likewise.
     """
     if name not in _MOVES or not is_strided([rows]):
-        if rows.shape == result.shape:
-            return before
-        return _STACKED if before else None
-    if name in _VIEWS:
-        return dim_of(result) if before is None and not dim_of(rows) else _STACKED
+        return _dim_beside(name, rows, before, result)
     dim = first_dim_of(rows) if before is None else before
+    if name in _VIEWS:
+        return dim_of(result) if before is None and dim == 0 else _STACKED
     if dim == _STACKED:
         return _STACKED
     # As many elements are before the rows as in the argument.
     count = rows.shape[:dim].numel()
     counts = [result.shape[:place].numel() for place in range(result.dim())]
     return counts.index(count) if count in counts else _STACKED
+
+
+def _dim_beside(name: str, rows: Tensor, before: int | None, result: Tensor) -> int | None:
+    """Returns the result of :func:`dim_behind` for a function that does not move dimensions."""
+    if rows.shape == result.shape:
+        return before
+    added = result.dim() - rows.dim()
+    dim = first_dim_of(rows) if before is None else before
+    if name in _BROADCASTS and dim != _STACKED and (added or before):
+        return dim + added
+    return _STACKED if before else None
+
+
+def broadcasts(name: str, args: Sequence[Any], result: Tensor) -> bool:
+    """Returns True for a function that may put a dimension of another tensor before the rows."""
+    dims = [each.dim() for each in args if isinstance(each, Tensor)]
+    return name.strip("_") in _BROADCASTS and any(0 < dim < result.dim() for dim in dims)
 
 
 def is_strided(args: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ of all ranks. Without that, a loss whose rows depend on each other would be anot
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -83,6 +83,7 @@ class ComparisonOfSums:
         self._sums: Sums = {}  # those of a shard
         self._dim: containers.Dims = 0
         self._rows = 0  # the rows in the samples of this rank
+        self._last: list[tuple[PerReplica, int, Shard]] = []  # The last shard, if no sample has it.
         self._model: ParallelModel | None = None
         self._is_of_model = False  # The model computes the loss.
         self._has_loop = False  # Rows are computed one by one.
@@ -104,34 +105,42 @@ class ComparisonOfSums:
         self._statistics = statistics
 
     def take(self, statistics: Sequence[Sums], calls: Calls) -> None:
-        """Compares the formulas of all shards, and takes samples of the first rows of a micro-batch,
-        if they are due.
+        """Compares the formulas of all shards, and takes samples of the first rows and the last ones,
+        if they are due, and of those with a sum that is not zero for the first time.
         """
         self.check_names([each for each in statistics if each])
         self._sums = next(filter(None, statistics), {})
         self._dim = calls.outputs.dim
-        if not self.samples and not self._rows and not self._is_due(statistics):
+        new = [*map(self._shows, statistics)]
+        if not self.has_samples and not self._is_due(statistics) and not any(new):
             return
         outputs = calls.outputs
         if any(outputs.notes or ()):
             if not self.samples:
                 self.samples += filter(None, [take_rows(outputs)])
             return
-        for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
-            if size and self._rows < ROWS_TO_CHECK:
-                self._rows += min(size, ROWS_TO_CHECK - 1)  # two shards at least
-                piece = PerReplica([output], [size], outputs.dim)
-                self._keep(sample_of(piece, size, shard, self.copies.dim))
+        shards = zip(outputs, outputs.sizes, calls.shards, new, strict=True)
+        for output, size, shard, is_new in shards:
+            if size:
+                self._last = [(PerReplica([output], [size], outputs.dim), size, shard)]
+                if is_new or self._rows < ROWS_TO_CHECK:
+                    self._rows += min(size, ROWS_TO_CHECK - 1)  # two shards at least
+                    self._keep_last()
+
+    def _shows(self, sums: Sums) -> bool:
+        checks = self.copies.checks
+        return checks is not None and checks.shows(self._form(sums), sums.values())
+
+    def _form(self, sums: Sums) -> Hashable:
+        """Returns the kinds of some sums, and the flags of the criterion. New ones are compared."""
+        return *(name.kind for name in sums), *_flags(self.copies.criterion)
 
     def _is_due(self, statistics: Sequence[Sums]) -> bool:
-        first = next(filter(None, statistics), None)
         checks = self.copies.checks
-        if first is None or checks is None:
+        if not self._sums or checks is None:
             return False
-        # New kinds are compared, and new numbers.
-        kinds = [name.kind for name in first]
         numbers = {numbers_of(each) for each in statistics if each}
-        return checks.are_due((*kinds, *_flags(self.copies.criterion)), numbers)
+        return checks.are_due(self._form(self._sums), numbers)
 
     @torch.no_grad()
     def refutes_columns(self, parts: Sequence[ShardStatistics], calls: Calls) -> bool:
@@ -165,8 +174,11 @@ class ComparisonOfSums:
         pair = containers.zip_leaves(join, [sample.pair, sample.pair])
         return self._run(pair, [2], device)[0]
 
-    def _keep(self, sample: Sample) -> None:
-        """Keeps a sample on the host, or compares a large one alone."""
+    def _keep_last(self) -> None:
+        """Keeps the last shard on the host, or compares a large one alone."""
+        if not self._last:
+            return
+        sample = sample_of(*self._last.pop(), self.copies.dim)
         if bytes_of(sample.pair) * world_size() > BYTES_TOGETHER:
             tensor = containers.first_tensor(move_leaves(sample.pair[0], None))
             self._compare([sample], self.home if tensor is None else tensor.device)
@@ -175,6 +187,7 @@ class ComparisonOfSums:
 
     def gather(self, value: T) -> list[T]:
         """Returns the value of each rank, and keeps what all ranks have shown. All ranks call this."""
+        self._keep_last()
         checks = self.copies.checks
         has_columns = checks and checks.has_columns
         by_rank = gather_objects((value, self.samples, has_columns))
@@ -197,6 +210,7 @@ class ComparisonOfSums:
         another.
         """
         self._is_alone = True
+        self._keep_last()
         if self.copies.checks is not None:
             self._compare(self.copies.checks.take(self.samples, of_one_row=of_one_row), device)
 

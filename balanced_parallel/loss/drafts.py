@@ -215,9 +215,10 @@ class Draft:
             if value.number > self._end_of_model or places & places_behind([value], self.operations)
         }
 
-    def keep_values(self, written: Tensor) -> None:
-        """Copies the statistics in the memory of a tensor that is written to."""
-        for number in [self.facts.of(tensor).number for tensor in self.facts.sharing(written)]:
+    def keep_values(self, written: Tensor, level: int) -> None:
+        """Copies the statistics in the memory of a tensor that a function of a level writes to."""
+        sharing = self.facts.sharing(written, level)
+        for number in [self.facts.of(tensor).number for tensor in sharing]:
             each = self.statistics.get(number) if number is not None else None
             if each is not None and isinstance(each.value, Tensor):
                 self.statistics[each.number] = each._replace(value=each.value.clone())

@@ -20,7 +20,17 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 from ..batch import containers
 from ..runtime.torch_private import base_of, is_same, memory_of_plain
 from . import columns
-from .formula import CONSTANT, CONVERSIONS, OTHER, ZERO, Constant, Form, Value, flatten
+from .formula import (
+    CONSTANT,
+    CONVERSIONS,
+    OTHER,
+    ZERO,
+    Constant,
+    Form,
+    Value,
+    flatten,
+    shorten,
+)
 
 OF_NOTHING, OF_SUMS, OF_ROWS, OF_BOTH = range(4)
 # Names of one operation, without underscores.
@@ -41,9 +51,15 @@ NAMES = {
 # The size of the result depends on values.
 SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount", "pack_padded_sequence"}
 _JOINS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
-_NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
+_PRODUCTS = columns.PRODUCTS | {"dot", "vdot", "inner", "tensordot"}
+SUMS = _PRODUCTS | columns.PLACED | {"sum", "nansum", "count_nonzero", "trace"}
+NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
+REDUCTIONS = SUMS | NORMS | {"mean", "nanmean"}
+NEW = {"new_zeros", "new_tensor", "new_full", "new_ones"}
+_LIKE = {"zeros_like", "ones_like", "full_like"}
 _NUMBERS = {"tensor", "new_tensor", "as_tensor", "scalar_tensor"}
-_CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
+_SIZED = {"zeros", "ones", "full", "arange", "linspace"}
+_CREATIONS = _SIZED | {"tensor", "as_tensor", "scalar_tensor"}
 _WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
 
 
@@ -63,6 +79,7 @@ class Facts(NamedTuple):
     is_column: bool = False
     # It was computed without a graph. An autograd function may have given it a derivative.
     is_inside: bool = False
+    is_sized: bool = False  # A constant, which may have an element for each row.
     original: "Facts | None" = None  # The facts about the tensor that it copies.
     text: str = "a tensor"  # "a tensor", or how a constant was made
 
@@ -193,15 +210,17 @@ class FactsOfTensors:
         if facts is not None:
             self.tell(output, facts)
 
-    def sharing(self, written: Tensor) -> list[Tensor]:
-        """Returns the tensors in the memory of one that is written to."""
+    def sharing(self, written: Tensor, level: int) -> list[Tensor]:
+        """Returns the tensors in the memory of one that a function of a level writes to."""
+        if level == OF_NOTHING:  # Buffers of a criterion share memory.
+            return []
         others = [each() for each in self._by_memory.get(memory_of_plain(written), ())]
         return [each for each in others if each is not None and _share_memory(each, written)]
 
     def forget(self, written: Tensor, level: int) -> None:
         """Makes other tensors unknown that are in the memory of one that is written to."""
         unknown = UNKNOWN if level == OF_ROWS else Facts(OF_BOTH)
-        for tensor in {base_of(written), *self.sharing(written)} - {written}:
+        for tensor in {base_of(written), *self.sharing(written, level)} - {written}:
             # Sums are scalars, so a write of rows leaves larger tensors as they are.
             if (level != OF_ROWS or tensor.numel() == 1) and _share_memory(tensor, written):
                 self.learn(tensor, unknown)
@@ -214,7 +233,7 @@ class FactsOfTensors:
         tensors = [part for part in flatten(values) if isinstance(part, Tensor)]
         if name in CONVERSIONS and args and isinstance(args[0], Tensor):
             tensors = tensors[:1]
-        level = _level_of([*map(self.of, tensors)])
+        level = _level_of(name, [*map(self.of, tensors)])
         if func is torch.autograd.grad and level:  # A formula has no graph of the rows.
             level = OF_ROWS if self._is_of_rows(tensors) else OF_BOTH
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
@@ -228,24 +247,34 @@ class FactsOfTensors:
         kinds = {each.form.kind for each in facts if each.level == OF_SUMS}
         return kinds == {"sum"} and not any(isinstance(each, nn.Parameter) for each in tensors)
 
-    def of_result(self, call: FunctionCall, result: Tensor) -> Facts:
-        """Returns the facts about a result that is not in the formula."""
-        name, tensors, level = call.name, call.tensors, call.level
-        is_new = name in _NEW and len(tensors) == 1
-        is_created = result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS))
-        is_created = is_created or name == "eye"  # Nothing is written to one, in a penalty.
-        if is_created or (tensors and level == OF_NOTHING):
-            values = call.values[int(is_new) :]
-            is_zero = is_created and ("zeros" in name or (name in _NUMBERS and not any(values)))
+    def of_result(self, call: FunctionCall, result: Tensor, *, may_have_read: bool) -> Facts:
+        """Returns the facts about a result that is not in the formula.
+
+        With ``may_have_read``, numbers may be values of the batch.
+        """
+        name, tensors = call.name, call.tensors
+        is_new = name in NEW | _LIKE and len(tensors) == 1
+        values = call.values[int(is_new) :]
+        is_created = is_new or (name in _CREATIONS and not containers.tensors_in(values))
+        if is_created:
+            # A number, or a creation in a criterion that knows no value of the batch.
+            is_known = self.rows and not may_have_read and name not in _LIKE
+            is_created = result.numel() == 1 or bool(is_known)
+        else:
+            is_created = name == "eye"
+        if is_created or (tensors and call.level == OF_NOTHING):
+            is_zero = name in _NUMBERS and result.numel() == 1 and not any(values)
+            is_zero = is_created and (is_zero or "zeros" in name)
             form = ZERO if is_zero else CONSTANT
-            return FIXED._replace(form=form, text=self._text(name, values))
-        if not tensors:
-            return UNKNOWN  # It may be random, or be written to unseen.
-        if level == OF_SUMS:
-            return Facts(OF_BOTH)
+            is_sized = name in _SIZED or any(self.of(each).is_sized for each in tensors)
+            return FIXED._replace(form=form, text=self._text(name, values), is_sized=is_sized)
         return self._of_rows(call, result)
 
     def _of_rows(self, call: FunctionCall, result: Tensor) -> Facts:
+        if not call.tensors:
+            return UNKNOWN  # It may be random, or be written to unseen.
+        if call.level == OF_SUMS:
+            return Facts(OF_BOTH)
         facts = [*map(self.of, call.tensors)]
         is_target = all(each.is_target for each in facts) and not result.requires_grad
         is_selected = any(each.is_selected for each in facts)
@@ -268,14 +297,14 @@ class FactsOfTensors:
             leaf for leaf in leaves if not isinstance(leaf, torch.device)
         ]  # Replicas differ in it.
         texts = (self.of(leaf).text if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
-        return f"{name}({', '.join(texts)})"
+        return shorten(f"{name}({', '.join(texts)})")
 
     def _dim_in(self, call: FunctionCall, result: Tensor) -> int | None:
         """Returns the dimension of the rows in a result, if its memory does not tell."""
         if columns.prepends(call.name, call.args, call.kwargs):
-            return -1
-        first = call.tensors[0]
-        rows = next((each for each in call.tensors if self.of(each).dim is not None), first)
+            return 1 if call.name == "unsqueeze" and not self._dim_of(call.tensors[0]) else -1
+        of_rows = [each for each in call.tensors if self.of(each).level] or call.tensors
+        rows = next((each for each in of_rows if self.of(each).dim is not None), of_rows[0])
         return columns.dim_behind(call.name, rows, self.of(rows).dim, result)
 
     def _dim_of(self, rows: Tensor) -> int:
@@ -287,6 +316,9 @@ class FactsOfTensors:
         """Returns True for a reduction along the dimension that has all rows."""
         if not self._has_columns or not columns.is_strided(call.tensors):
             return False
+        if call.name in columns.PLACED:
+            dim = call.kwargs.get("dim", *call.args[1:2])
+            return self.rows is not None and (dim == 0 or call.name == "bincount")
         dims = [self._dim_of(each) for each in call.tensors]
         if call.name in columns.PRODUCTS:
             return columns.contracts(call.name, call.args, dims)
@@ -339,9 +371,11 @@ def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
     return name in SELECTIONS or (name == "where" and len(tensors) == 1)
 
 
-def _level_of(facts: Sequence[Facts]) -> int:
+def _level_of(name: str, facts: Sequence[Facts]) -> int:
     """Returns what a function of tensors depends on."""
     levels = {each.level for each in facts}
+    if levels == {OF_NOTHING} and name in REDUCTIONS and any(each.is_sized for each in facts):
+        return OF_ROWS  # It may be a count of them.
     if not {OF_SUMS, OF_ROWS} <= levels:
         return max(levels, default=OF_NOTHING)
     are_columns = all(each.is_column for each in facts if each.level == OF_SUMS)

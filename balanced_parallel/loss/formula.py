@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
@@ -227,7 +228,7 @@ class Formula:
         """Returns entries of the result as text. It has all numbers, and is equal for other rows."""
         texts = {each.number: each.kind for each in self.inputs}
         for operation in self.operations:
-            text = operation.text or _text_of(operation, texts)
+            text = shorten(operation.text or _text_of(operation, texts))
             texts.update((number, text) for number in operation.results)
         return ", ".join(_text(self.entries[place], texts) for place in places)
 
@@ -269,6 +270,11 @@ def results_in(name: str, result: object, args: Sequence[object]) -> list[Tensor
 def shape_of(total: Tensor) -> str:
     """Returns the shape of a sum of columns as text."""
     return f" of shape {tuple(total.shape)}" if total.dim() else ""
+
+
+def shorten(text: str) -> str:
+    """Returns a text with a checksum in place of its end: that of a loop may double in each turn."""
+    return text if len(text) < 300 else f"{text[:200]}... {zlib.crc32(text.encode())}"
 
 
 def _text_of(operation: Operation, texts: dict[int, str]) -> str:

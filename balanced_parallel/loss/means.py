@@ -82,7 +82,7 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True, is_blind: bool = False
     if is_split:
         _refuse_parameters(shard.output)
     criterion = shard.criterion
-    targets = shard.targets, shard.kwargs
+    targets = *shard.targets, *shard.kwargs.values()
     notes: SumNotes = shard.notes or SumNotes()
     values = shard.output, *targets
     notes.of_batch(values, shard.rows, is_blind=is_blind, has_columns=shard.has_columns)

@@ -35,11 +35,15 @@ from .drafts import Draft
 from .entries import values_to_log
 from .facts import (
     FIXED,
+    NEW,
+    NORMS,
     OF_BOTH,
     OF_NOTHING,
     OF_ROWS,
     OF_SUMS,
+    REDUCTIONS,
     SELECTIONS,
+    SUMS,
     UNKNOWN,
     Facts,
     FunctionCall,
@@ -60,11 +64,7 @@ from .rules import RULES, arguments_of, divisor, reduction_in
 from .shard_numbers import ShardNumbers
 from .sums import weighted_sum, widen, zero_of
 
-_OF_VALUES = SELECTIONS | {"where", "__setitem__", PACK_NAME}
-_PRODUCTS = columns.PRODUCTS | {"dot", "vdot", "inner", "tensordot"}
-_SUMS = _PRODUCTS | {"sum", "nansum", "count_nonzero", "trace"}
-_NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
-_REDUCTIONS = _SUMS | _NORMS | {"mean", "nanmean"}
+_OF_VALUES = SELECTIONS | NEW | {"where", "__setitem__", PACK_NAME}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
 _INDICES = slice, int, type(None), type(...)  # They select elements that no value tells.
 
@@ -202,6 +202,8 @@ class SumNotes(TorchFunctionMode):
             return False
         if self._facts.rows_taken(name, [*args, *kwargs.values()]):
             return False
+        if self._facts.rows and columns.broadcasts(name, args, result):
+            return False
         return not columns.moves_rows(name, args, kwargs, result)
 
     def _is_unknown(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -232,8 +234,8 @@ class SumNotes(TorchFunctionMode):
         if func in RULES and call.level == OF_ROWS and self._facts.row_of(call) is None:
             return self._loss(func, arguments_of(func, *args, **kwargs))
         operation = self._draft.operation(call, func, args, kwargs)
-        if call.writes and call.level:
-            self._draft.keep_values(args[0])
+        if call.writes:
+            self._draft.keep_values(args[0], call.level)
             self._facts.forget(args[0], call.level)
         result = results[0] if results else func(*args, **kwargs)
         self._note_read(call, result)
@@ -275,10 +277,11 @@ class SumNotes(TorchFunctionMode):
         row = self._facts.row_of(call)
         rows: Sequence[int | None] = self._facts.rows_taken(call.name, call.values)
         for tensor, each in zip(results, rows or [row] * len(results), strict=True):
-            self._facts.learn(tensor, self._facts.of_result(call, tensor)._replace(row=each))
+            facts = self._facts.of_result(call, tensor, may_have_read=self._numbers.may_have_read)
+            self._facts.learn(tensor, facts._replace(row=each))
         if call.level != OF_ROWS or not results:
             return
-        if call.name in _REDUCTIONS and row is None:
+        if call.name in REDUCTIONS and row is None:
             self._reduce(call, results[0])
         self._numbers.note_row(call, results[0], row)
 
@@ -296,9 +299,9 @@ class SumNotes(TorchFunctionMode):
             self._columns.append(result.shape)
         is_target = all(self._facts.of(each).is_target for each in call.tensors)
         facts = Facts(OF_SUMS, is_target=is_target, is_column=result.dim() > 0)
-        if name in _SUMS:
-            self._draft.sum("sum", widen(result), result, is_target=is_target)
-        elif name in _NORMS:
+        if name in SUMS:
+            self._draft.sum("sum", _wide_sum(call, result), result, is_target=is_target)
+        elif name in NORMS:
             orders = {each for each in call.values if type(each) in (int, float, str)}
             if orders <= {2, "fro"}:
                 squares = widen(result).square()
@@ -312,8 +315,7 @@ class SumNotes(TorchFunctionMode):
                 total = rows.nansum()
                 count = rows.isnan().logical_not().sum()
             else:
-                settings = {**call.kwargs, "dtype": widen(result).dtype}
-                total = torch.sum(*call.args, **settings)
+                total = _wide_sum(call, result)
             name += shape_of(total)
             self._draft.quotient(name, self._draft.add(name, widen(total)), count, result, facts)
 
@@ -465,22 +467,35 @@ def _without_value(statistic: Statistic, rows: int) -> Statistic:
     return statistic._replace(value=None, per_row=per_row)
 
 
+def _wide_sum(call: FunctionCall, result: Tensor) -> Tensor:
+    """Returns the sum behind a sum or a mean, which half precision would round."""
+    wide = widen(result)
+    if call.name == "mean" or (call.name == "sum" and wide is not result):
+        wide = torch.sum(*call.args, **{**call.kwargs, "dtype": wide.dtype})
+    return wide
+
+
 def _is_plain(index: object) -> bool:
     """Returns True for an index that no value tells."""
     indices = index if isinstance(index, tuple) else (index,)
     return all(isinstance(each, _INDICES) for each in indices)
 
 
-def _lists_of_entries(value: Any, rows: int | None) -> Iterator[list[Any]]:
-    """Yields the lists in a structure that have an entry for each row, such as strings or mappings."""
+def _lists_of_entries(
+    value: Any, rows: int | None, *, is_part: bool = False
+) -> Iterator[list[Any]]:
+    """Yields the lists in a structure that may have an entry for each row, such as strings or mappings.
+
+    Others are lists of heads or layers, whose tensors have all rows.
+    """
     if isinstance(value, list):
-        are_tensors = all(
-            isinstance(entry, Tensor) and entry.dim() and len(entry) == rows for entry in value
-        )
-        yield from () if are_tensors else [value]
+        tensors = containers.tensors_in(value)
+        have_rows = (tensors or not value) and all(each.shape[:1] == (rows,) for each in tensors)
+        is_part = is_part or all(isinstance(entry, Tensor) for entry in value)
+        yield from () if have_rows and (is_part or len(value) != rows) else [value]
     elif not isinstance(value, Tensor) and (container := containers.open_container(value)):
         for child in container.children:
-            yield from _lists_of_entries(child, rows)
+            yield from _lists_of_entries(child, rows, is_part=not isinstance(value, tuple))
 
 
 def sum_and_count(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:

@@ -46,10 +46,14 @@ class ShardNumbers:
         """Returns the elements of a row in each tensor of the batch, or none if numbers are values."""
         return lengths_of(self._shapes, rows) if self.are_sizes else []
 
+    @property
+    def may_have_read(self) -> bool:
+        """True if numbers may be values of the batch."""
+        return self.has_read or self._has_asked or not self.are_sizes
+
     def note_arguments(self, name: str, args: Sequence[object]) -> None:
         """Notes the numbers of an operation that may be values of the rows."""
-        may_be_read = self.has_read or self._has_asked or not self.are_sizes
-        if may_be_read and NAMES.get(name, name) in _ARITHMETIC:
+        if self.may_have_read and NAMES.get(name, name) in _ARITHMETIC:
             self.read += [float(each) for each in args if isinstance(each, numbers.Real)]
 
     def note_read(self, call: FunctionCall, result: object, facts: Sequence[Facts]) -> None:

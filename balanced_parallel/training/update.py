@@ -250,7 +250,7 @@ class Forwards:
         if self.state is not None:
             self.state.undo()
         if self.copies.halves is not None:
-            self.copies.halves.pending.clear()
+            self.copies.halves.postpone([])
 
     def begin(self, run: BatchRun) -> None:
         """Begins a batch. All ranks call this for their last one.

@@ -291,3 +291,110 @@ def test_scales_of_a_list_are_no_rows():
         step = make_step(net, criterion, devices=2, lr=0.0)
         inputs, target = torch.randn(rows, 4), torch.randn(rows, 3)
         assert_close(step(inputs, target), criterion(net(inputs), target).detach())
+
+
+def weights_of_counts(output, target):
+    counts = torch.bincount(target[target >= 0], minlength=3).to(output)
+    return F.cross_entropy(output, target, weight=1 / (1 + counts))
+
+
+def pairs_of_labels(output, target):
+    rows = output[target >= 0]
+    return output.square().mean() + (rows @ rows.T).square().sum() / (target >= 0).sum().clamp(
+        min=1
+    )
+
+
+def hardest(output, target):
+    errors = F.cross_entropy(output, target, reduction="none")
+    return output.square().mean() + errors.topk(min(3, len(errors))).values.sum() / len(output)
+
+
+def mixed(output, target):
+    """A mean whose rows without labels are no zeros."""
+    counts = torch.bincount(target[target >= 0], minlength=3).to(output)
+    errors = F.cross_entropy(output, target.clamp(min=0), reduction="none")
+    weighted = errors / (1 + counts)[target.clamp(min=0)]
+    return torch.where(target >= 0, weighted, output.square().mean(1)).mean()
+
+
+@pytest.mark.parametrize("loss", [weights_of_counts, pairs_of_labels, hardest, mixed])
+@pytest.mark.parametrize("layout", [{"devices": 4}, {"devices": 1, "micro_batch_size": 8}])
+def test_rows_with_labels_behind_others_are_compared(loss, layout):
+    """The sums of the first rows were zero together and in halves, and wrong losses went on."""
+    target = torch.cat([torch.full((40,), -100), torch.arange(24) % 3])
+    step = make_step(nn.Linear(4, 3), loss, **layout)
+    with pytest.raises(ValueError, match="add up over the rows|not a function of sums"):
+        step(torch.randn(64, 4), target)
+
+
+@pytest.mark.filterwarnings("ignore:no target of this batch")
+def test_the_first_update_with_labels_is_compared():
+    """Updates without labels had counted."""
+    step = make_step(nn.Linear(4, 3), weights_of_counts)
+    step(torch.randn(6, 4), torch.full((6,), -100))
+    step(torch.randn(6, 4), torch.full((6,), -100))
+    with pytest.raises(ValueError, match="does not add up over the rows"):
+        step(torch.randn(6, 4), torch.arange(6) % 3)
+
+
+@pytest.mark.filterwarnings("ignore:no target of this batch")
+def test_an_update_behind_one_that_has_failed_is_compared():
+    def criterion(output, target):
+        if target.max() > 2:
+            raise KeyError("a class that is unknown")
+        return weights_of_counts(output, target) + output.square().mean()
+
+    step = make_step(nn.Linear(4, 3), criterion, devices=1, micro_batch_size=3)
+    for _ in range(5):
+        step(torch.randn(6, 4), torch.full((6,), -100))
+    with pytest.raises(KeyError, match="a class that is unknown"):
+        step(torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 3]))
+    with pytest.raises(ValueError, match="does not add up over the rows"):
+        step(torch.randn(6, 4), torch.arange(6) % 3)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"devices": 8}])
+def test_layers_in_a_mapping_are_no_rows(layout):
+    """As many layers as a shard has rows were taken for rows, and ``len(target)`` for a value of the batch."""
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+        def forward(self, rows):
+            first, *others = [{"logits": layer(rows)} for layer in self.layers]
+            return {**first, "aux_outputs": others}
+
+    def criterion(outputs, target):
+        losses = [F.cross_entropy(outputs["logits"], target)]
+        for each in outputs["aux_outputs"]:
+            losses.append(each["logits"].square().sum() / len(target))
+            losses.append(F.cross_entropy(each["logits"], target))
+        return sum(losses)
+
+    for rows in (3, 4, 7):
+        net = Decoder()
+        step = make_step(net, criterion, lr=0.0, **layout)
+        inputs, target = torch.randn(rows, 4), torch.randint(3, (rows,))
+        assert_close(step(inputs, target), criterion(net(inputs), target).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"devices": 2, "micro_batch_size": 2}])
+def test_sums_in_half_precision_are_not_rounded(layout, dtype):
+    """Those of the rows together and of halves differed by the rounding of bfloat16."""
+
+    def criterion(output, target):
+        mask = (target > 0).to(output)
+        return ((output - target).abs() * mask).sum() / mask.sum() + output.square().sum() / len(
+            output
+        )
+
+    net = nn.Linear(4, 3).to(dtype)
+    step = make_step(net, criterion, lr=0.0, **layout)
+    for _ in range(2):
+        inputs, target = (5 * torch.randn(64, size).to(dtype) for size in (4, 3))
+        expected = criterion(net(inputs).double(), target.double()).detach()
+        assert_close(step(inputs, target).double(), expected, rtol=2e-2, atol=0)

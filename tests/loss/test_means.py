@@ -56,7 +56,6 @@ REFUSED = {
     "a mean through an autograd function": lambda out, values: (
         MeanOfSquares.apply(out) + F.mse_loss(out, values)
     ),
-    "a zero that is written to": lambda out, values: fill_zeros(out),
     "a derivative of a mean": lambda out, values: derivative_of_mean(out, values),
     "a largest value without its dimension": lambda out, values: out.max().mean(),
 }
@@ -113,12 +112,6 @@ def write_to_a_view(output):
     return loss.sum()
 
 
-def fill_zeros(output):
-    losses = torch.zeros(2)
-    losses[0] = output.exp().mean()
-    return losses.sum()
-
-
 COUPLED = {
     "contrastive": lambda out, values: F.cross_entropy(out @ out.T, torch.arange(len(out))),
     "centred": lambda out, values: F.mse_loss(out - out.mean(0), values),
@@ -151,8 +144,30 @@ OF_COLUMNS = {
     "standardised rows": lambda out, values: F.mse_loss(
         (out - out.mean(0)) / (out.square().mean(0) + 1).sqrt(), values
     ),
+    "counts that are read": lambda out, values: read_counts(out) @ (out - values).square().mean(0),
+    "rows in a view of a constant": lambda out, values: (
+        rows_in_a_view(len(out)) @ (out - values).square().mean(0)
+    ),
+    "a value in a nested list": lambda out, values: (
+        torch.tensor([[out.detach().amax(), 1, 1, 1, 1]]) @ (out - values).square().mean(0)
+    ).sum(),
     "the largest of each column": lambda out, values: out.max(0).values.sum(),
 }
+
+
+def read_counts(output):
+    counts = torch.ones(CLASSES)
+    for label in output.argmax(1).tolist():
+        counts[label] += 1
+    return counts
+
+
+def rows_in_a_view(rows):
+    weights = torch.ones(CLASSES)
+    weights[:1].fill_(rows)
+    return weights
+
+
 OF_MORE_ROWS = ("variances",)  # a deviation of one row is nan
 MESSAGES = [  # of an error, the losses, and the numbers of rows
     (r"is not a function of sums over the rows.*weight=.*weight='rows'.*whole=True", REFUSED, (8,)),
@@ -172,7 +187,7 @@ MESSAGES = [  # of an error, the losses, and the numbers of rows
         CONSTANTS,
         (2, 6),
     ),
-    (r"add up over the rows|for some rows, and", OF_COLUMNS, (6, 7)),
+    (r"add up over the rows|for some rows, and|not a function of sums", OF_COLUMNS, (6, 7)),
 ]
 
 
@@ -244,7 +259,71 @@ def test_tensors_in_a_dictionary_beside_the_arguments_have_no_rows():
     assert_close(found, expected)
 
 
+def fill_zeros(output, values):
+    losses = torch.zeros(CLASSES)
+    for column, weight in enumerate(torch.arange(1.0, CLASSES)):
+        losses[column] = weight * (output[:, column] * values[:, column]).exp().mean()
+    return losses.norm()
+
+
+def add_in_places(output, values):
+    """Means of the rows of each class, and those of classes that are there."""
+    labels = values.argmax(1)
+    errors = F.cross_entropy(output, labels, reduction="none")
+    sums = torch.zeros(CLASSES).index_add(0, labels, errors)
+    columns = torch.zeros(CLASSES, CLASSES)
+    columns.index_add_(0, labels, output)
+    counts = torch.zeros(CLASSES).scatter_add_(0, labels, torch.ones(len(output)))
+    present = torch.bincount(labels, minlength=CLASSES) > 0
+    return (sums / counts.clamp(min=1)).sum() / present.sum() + columns.square().mean().sqrt()
+
+
+def group_means(output, values):
+    """Means of groups, whose dimension is before that of the rows."""
+    groups = (values.argmax(1) == torch.arange(CLASSES).unsqueeze(1)).to(output)
+    counts = groups.sum(1)
+    return (groups @ output.exp().sum(1) / (counts + (counts == 0).to(output))).logsumexp(0)
+
+
+def histogram(output):
+    """Soft counts of an output, whose centres are before the rows."""
+    centres = torch.linspace(-1, 1, 7)
+    return torch.exp(-(output[:, 0].unsqueeze(0) - centres.unsqueeze(1)).square()).sum(dim=1)
+
+
+def double_in_a_loop(output):
+    total, weight = output.square().mean(), torch.tensor(0.1)
+    for _ in range(40):
+        total, weight = total + 0.01 * total, weight + 0.01 * weight
+    return total * weight
+
+
 ROWS_FIRST = {
+    "weights that are made inside": lambda out, values: (
+        torch.tensor([1.0, 2, 3, 4, 5]) @ (out - values).square().mean(0)
+        + (F.mse_loss(out, values) * out.new_tensor([1.0, 2])).prod()
+    ),
+    "a prior that is made inside": lambda out, values: F.kl_div(
+        out.softmax(1).mean(0).log(), torch.full((CLASSES,), 1 / CLASSES), reduction="sum"
+    ),
+    "written zeros": fill_zeros,
+    "places": add_in_places,
+    "groups": group_means,
+    "a histogram": lambda out, values: (
+        histogram(out) / histogram(out).sum() - histogram(values) / histogram(values).sum()
+    )
+    .abs()
+    .sum(),
+    "thresholds": lambda out, values: (
+        (torch.sigmoid(out[:, 0] - torch.arange(3.0)[:, None]).mean(1) - values[:, :3].mean(0))
+        .square()
+        .sum()
+    ),
+    "columns of a stack": lambda out, values: (
+        torch.stack([out.exp(), values], 1).sum(0)[0] / torch.stack([out, values], dim=1).sum(0)[1]
+    ).sum(),
+    "ones of the rows": lambda out, values: out.abs().sum() / torch.ones(len(out)).sum(),
+    "doubled in a loop": lambda out, values: double_in_a_loop(out * values),
     "sum": lambda out, values: ((out - values) ** 2).mean(0).sum(),
     "axis": lambda out, values: torch.mean((out - values) ** 2, axis=-2, keepdim=True).sum(),
     "one column": lambda out, values: (lambda means: means[0] + 2 * means[1])(out.exp().mean(0)),
