@@ -54,7 +54,7 @@ _JOINS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
 _PRODUCTS = columns.PRODUCTS | {"dot", "vdot", "inner", "tensordot"}
 SUMS = _PRODUCTS | columns.PLACED | {"sum", "nansum", "count_nonzero", "trace"}
 NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
-REDUCTIONS = SUMS | NORMS | {"mean", "nanmean"}
+TOTALS = SUMS | NORMS | columns.MEANS
 NEW = {"new_zeros", "new_tensor", "new_full", "new_ones"}
 _LIKE = {"zeros_like", "ones_like", "full_like"}
 _NUMBERS = {"tensor", "new_tensor", "as_tensor", "scalar_tensor"}
@@ -252,29 +252,26 @@ class FactsOfTensors:
 
         With ``may_have_read``, numbers may be values of the batch.
         """
-        name, tensors = call.name, call.tensors
-        is_new = name in NEW | _LIKE and len(tensors) == 1
+        name = call.name
+        is_new = name in NEW | _LIKE and len(call.tensors) == 1
         values = call.values[int(is_new) :]
         is_created = is_new or (name in _CREATIONS and not containers.tensors_in(values))
-        if is_created:
-            # A number, or a creation in a criterion that knows no value of the batch.
-            is_known = self.rows and not may_have_read and name not in _LIKE
-            is_created = result.numel() == 1 or bool(is_known)
-        else:
-            is_created = name == "eye"
-        if is_created or (tensors and call.level == OF_NOTHING):
-            is_zero = name in _NUMBERS and result.numel() == 1 and not any(values)
-            is_zero = is_created and (is_zero or "zeros" in name)
-            form = ZERO if is_zero else CONSTANT
-            is_sized = name in _SIZED or any(self.of(each).is_sized for each in tensors)
-            return FIXED._replace(form=form, text=self._text(name, values), is_sized=is_sized)
-        return self._of_rows(call, result)
-
-    def _of_rows(self, call: FunctionCall, result: Tensor) -> Facts:
+        # Others may have values that are read, or the size of a shard.
+        is_known = bool(self.rows) and not may_have_read
+        if name == "eye" or (is_created and _is_fixed(name, result, is_known=is_known)):
+            is_zero = result.numel() == 1 and name in _NUMBERS and not any(values)
+            return self._constant(call, values, ZERO if is_zero or "zeros" in name else CONSTANT)
         if not call.tensors:
             return UNKNOWN  # It may be random, or be written to unseen.
-        if call.level == OF_SUMS:
-            return Facts(OF_BOTH)
+        if call.level == OF_NOTHING:
+            return self._constant(call, values, CONSTANT)
+        return Facts(OF_BOTH) if call.level == OF_SUMS else self._of_rows(call, result)
+
+    def _constant(self, call: FunctionCall, values: Sequence[object], form: Form) -> Facts:
+        is_sized = call.name in _SIZED or any(self.of(each).is_sized for each in call.tensors)
+        return FIXED._replace(form=form, text=self._text(call.name, values), is_sized=is_sized)
+
+    def _of_rows(self, call: FunctionCall, result: Tensor) -> Facts:
         facts = [*map(self.of, call.tensors)]
         is_target = all(each.is_target for each in facts) and not result.requires_grad
         is_selected = any(each.is_selected for each in facts)
@@ -358,6 +355,10 @@ def is_getter(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__get__"
 
 
+def _is_fixed(name: str, result: Tensor, *, is_known: bool) -> bool:
+    return result.numel() == 1 or (is_known and name not in _LIKE)
+
+
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:
     """Returns True if two plain tensors have one storage."""
     memory = memory_of_plain(tensor)
@@ -374,7 +375,7 @@ def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
 def _level_of(name: str, facts: Sequence[Facts]) -> int:
     """Returns what a function of tensors depends on."""
     levels = {each.level for each in facts}
-    if levels == {OF_NOTHING} and name in REDUCTIONS and any(each.is_sized for each in facts):
+    if levels == {OF_NOTHING} and name in TOTALS and any(each.is_sized for each in facts):
         return OF_ROWS  # It may be a count of them.
     if not {OF_SUMS, OF_ROWS} <= levels:
         return max(levels, default=OF_NOTHING)

@@ -41,9 +41,9 @@ from .facts import (
     OF_NOTHING,
     OF_ROWS,
     OF_SUMS,
-    REDUCTIONS,
     SELECTIONS,
     SUMS,
+    TOTALS,
     UNKNOWN,
     Facts,
     FunctionCall,
@@ -281,7 +281,7 @@ class SumNotes(TorchFunctionMode):
             self._facts.learn(tensor, facts._replace(row=each))
         if call.level != OF_ROWS or not results:
             return
-        if call.name in REDUCTIONS and row is None:
+        if call.name in TOTALS and row is None:
             self._reduce(call, results[0])
         self._numbers.note_row(call, results[0], row)
 
