@@ -168,8 +168,8 @@ class _FactsByTensor(WeakIdKeyDictionary):
 
     def sharing(self, written: Tensor) -> list[Tensor]:
         """Returns the tensors that may be in the memory of another one."""
-        tensors = [each() for each in self._by_memory.get(memory_of_plain(written), ())]
-        return [tensor for tensor in tensors if tensor is not None]
+        references = self._by_memory.get(memory_of_plain(written), ())
+        return [tensor for each in references if (tensor := each()) is not None]
 
     def of(self, tensor: Tensor) -> Facts | None:
         """Returns the facts about a tensor. An unknown one may have the id of one that is gone."""
@@ -207,7 +207,6 @@ class SumNotes(TorchFunctionMode):
         self._read: list[float] = []  # The numbers in operations since then.
         self._held: list[Tensor] = []  # The storages identify counts.
         self._rows: int | None = None
-        self._has_entries = False  # Values of the batch are lists with an entry for each row.
         self._shapes: list[torch.Size] = []  # The shapes of the values of the batch.
         self._facts = _FactsByTensor()
 
@@ -232,8 +231,7 @@ class SumNotes(TorchFunctionMode):
         self._is_blind = is_blind
         self._has_columns = has_columns
         self._rows = rows
-        self._has_entries = self._has_entries or any(_lists_of_entries(values, rows))
-        self._knows_numbers &= not self._has_entries
+        self._knows_numbers &= not any(_lists_of_entries(values, rows))
         self._shapes += [tensor.shape for tensor in containers.tensors_in(values)]
         return self
 
@@ -557,11 +555,11 @@ class SumNotes(TorchFunctionMode):
         return columns.dim_behind(call.name, rows, self._of(rows).dim, result)
 
     def _text(self, name: str, values: Sequence[object]) -> str:
-        leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
-        leaves = [
-            leaf for leaf in leaves if not isinstance(leaf, torch.device)
-        ]  # Replicas differ in it.
-        texts = (self._of(leaf).text if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
+        texts = (
+            self._of(leaf).text if isinstance(leaf, Tensor) else str(leaf)
+            for _, leaf in containers.leaves(tuple(values))
+            if not isinstance(leaf, torch.device)  # Replicas differ in it.
+        )
         return shorten(f"{name}({', '.join(texts)})")
 
     @property
@@ -889,8 +887,7 @@ class SumNotes(TorchFunctionMode):
                 "for them: loss.backward(), then penalty(model.module).backward(); in TrainStep, parameter.register_hook adds a "
                 "derivative"
             )
-        is_sized = self._knows_numbers and not self._has_entries
-        lengths = lengths_of(self._shapes, self._rows or 0) if is_sized else []
+        lengths = lengths_of(self._shapes, self._rows or 0) if self._knows_numbers else []
         statistics = [each for each in self.statistics.values() if each.number in places]
         formula = Formula(
             structure,
@@ -1008,7 +1005,9 @@ def _is_plain(index: object) -> bool:
     return all(isinstance(each, _INDICES) for each in indices)
 
 
-def _lists_of_entries(value: Any, rows: int | None, *, is_part: bool = False) -> Iterator[list[Any]]:
+def _lists_of_entries(
+    value: Any, rows: int | None, *, is_part: bool = False
+) -> Iterator[list[Any]]:
     """Yields the lists in a structure that may have an entry for each row, such as strings or mappings.
 
     Others are lists of heads or layers, whose tensors have all rows.
