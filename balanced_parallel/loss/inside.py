@@ -205,10 +205,8 @@ def run_rows(
 
     device = model.devices[0]
     update = UpdateRandom(seed=0)  # Each row draws the same numbers alone and beside others.
-    parts = [*sample.parts]
     places = [*range(sample.size)]
-    half = sample.size // 2
-    rows_of_parts = [places[:half], places[half:], places]
+    copies = 1
 
     def run(inputs: Arguments, count: int, drawing: Drawing) -> PerReplica:
         with without_trace(model.module.modules(), model.devices), drawing():
@@ -226,8 +224,11 @@ def run_rows(
             if largest.size * most > most_bytes:
                 most = min(most, max(sample.rows, 2))
             places = places[:: max(sample.size // most, 1)][:most]
-            half = len(places) // 2
-            rows_of_parts = [places[:half], places[half:], places * (most // len(places))]
+            copies = most // len(places)
+        half = len(places) // 2
+        rows_of_parts = [places[:half], places[half:], places * copies]
+        parts = sample.parts
+        if not sample.is_joined:
             parts = [take(parts[-1], rows, sample.dim) for rows in rows_of_parts]
         for (inputs, targets), rows in zip(parts, rows_of_parts, strict=True):
             drawing: Drawing = nullcontext
