@@ -114,11 +114,22 @@ class ComparisonOfSums:
         new = [*map(self._shows, statistics)]
         if not self.has_samples and not self._is_due(statistics) and not any(new):
             return
+        if any(calls.outputs.notes or ()):
+            self._take_rows(calls, new)
+        else:
+            self._take_shards(calls, new)
+
+    def _take_rows(self, calls: Calls, new: Sequence[bool]) -> None:
+        """Takes rows of forwards that compute the loss."""
+        pairs = zip(calls.shards, new, strict=True)
+        numbers = [row for shard, is_new in pairs if is_new for row in shard.rows or ()]
+        if numbers or not self.samples:
+            # Each of them is there twice at least.
+            rows = take_rows(calls.outputs, ROWS_TO_CHECK // 2, numbers)
+            self.samples += filter(None, [rows])
+
+    def _take_shards(self, calls: Calls, new: Sequence[bool]) -> None:
         outputs = calls.outputs
-        if any(outputs.notes or ()):
-            if not self.samples:
-                self.samples += filter(None, [take_rows(outputs)])
-            return
         shards = zip(outputs, outputs.sizes, calls.shards, new, strict=True)
         for output, size, shard, is_new in shards:
             if size:
@@ -222,7 +233,8 @@ class ComparisonOfSums:
                 ComparisonOfLaterCalls(self).compare_later(samples, device)
         elif self._model is not None:
             self._is_of_model = True
-            self._compare_rows(self._model, of_forward[0])
+            for sample in of_forward:
+                self._compare_rows(self._model, sample)
 
     @torch.no_grad()
     def _compare_samples(self, samples: Sequence[Sample], device: torch.device) -> None:
@@ -379,7 +391,7 @@ class ComparisonOfSums:
         return 2e-2 if is_half or torch.is_autocast_enabled(self.home.type) else 1e-3
 
     def _compare_rows(self, model: ParallelModel, sample: RowsOfForward) -> None:
-        """Compares the sums of three rows with those of each: in evaluation mode, if a loss is
+        """Compares the sums of rows with those of halves of them: in evaluation mode, if a loss is
         computed there.
         """
         if isinstance(model.noting, ForwardNotes):
@@ -394,9 +406,10 @@ class ComparisonOfSums:
             # Detectors have no loss in evaluation mode, and forces need a graph.
             except Exception as error:  # noqa: BLE001
                 if layers and mode is torch.enable_grad:
-                    self._refuse(f"a row alone raises {type(error).__name__}: {error}", error)
+                    self._refuse(f"half of the rows raises {type(error).__name__}: {error}", error)
         sums = [whole[0], *(part[0] for part in parts)]
-        self.compare_sums(sums, lambda: [run()[-1][0]], whole[1] // 2)
+        rows = sum(rows for _, rows in parts)
+        self.compare_sums(sums, lambda: [run()[-1][0]], whole[1] // rows)
 
     def _run_rows(
         self, model: ParallelModel, sample: RowsOfForward, *, layers: bool

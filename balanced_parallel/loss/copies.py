@@ -332,6 +332,11 @@ def _call(
                 *others,
             )
         except (RuntimeError, IndexError) as error:
+            if "require grad" in str(error) or "used in the graph" in str(error):
+                error.add_note(
+                    "the criterion may get outputs without their graph: return torch.autograd.grad of them from the forward, in "
+                    "a block of torch.enable_grad()"
+                )
             if names := [*tensors_outside(criterion)]:
                 error.add_note(
                     f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved to "

@@ -214,8 +214,9 @@ class FactsOfTensors:
         """Returns the tensors in the memory of one that a function of a level writes to."""
         if level == OF_NOTHING:  # Buffers of a criterion share memory.
             return []
-        others = [each() for each in self._by_memory.get(memory_of_plain(written), ())]
-        return [each for each in others if each is not None and _share_memory(each, written)]
+        references = self._by_memory.get(memory_of_plain(written), ())
+        others = [tensor for each in references if (tensor := each()) is not None]
+        return [each for each in others if _share_memory(each, written)]
 
     def forget(self, written: Tensor, level: int) -> None:
         """Makes other tensors unknown that are in the memory of one that is written to."""
@@ -289,11 +290,11 @@ class FactsOfTensors:
         )
 
     def _text(self, name: str, values: Sequence[object]) -> str:
-        leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
-        leaves = [
-            leaf for leaf in leaves if not isinstance(leaf, torch.device)
-        ]  # Replicas differ in it.
-        texts = (self.of(leaf).text if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
+        texts = (
+            self.of(leaf).text if isinstance(leaf, Tensor) else str(leaf)
+            for _, leaf in containers.leaves(tuple(values))
+            if not isinstance(leaf, torch.device)  # Replicas differ in it.
+        )
         return shorten(f"{name}({', '.join(texts)})")
 
     def _dim_in(self, call: FunctionCall, result: Tensor) -> int | None:

@@ -135,17 +135,20 @@ def note_again(outputs: PerReplica) -> None:
 
 
 class RowsOfForward(NamedTuple):
-    """Arguments of a forward and targets, on the host: the first row, the last one, and both."""
+    """Arguments of a forward and targets, on the host: two halves of some rows, and all of them."""
 
     method: str | None
     parts: Sequence[tuple[Arguments, Arguments]]
+    size: int  # The number of these rows.
     dim: int
     rows: int  # The number of rows in the forward.
     is_joined: bool  # Rows are one object, and cannot be repeated.
 
 
-def take_rows(outputs: PerReplica) -> RowsOfForward | None:
-    """Returns rows of the batch of a step, or of the latest forward by hand."""
+def take_rows(outputs: PerReplica, most: int, numbers: Sequence[int] = ()) -> RowsOfForward | None:
+    """Returns ``most`` of some rows of the batch of a step, or of the latest forward by hand, from
+    the first one to the last. Without ``numbers``, all rows are meant.
+    """
     model: ParallelModel | None = outputs.model_of()
     if model is None or meets_others(model):
         return None
@@ -160,11 +163,14 @@ def take_rows(outputs: PerReplica) -> RowsOfForward | None:
         batch = Batch(whole, dims=(model.dim, 0))
     if batch is None or not batch.rows:
         return None
-    last = batch.rows - 1
-    shards = [batch.shard(rows, model.devices[0]) for rows in ([0], [last], [0, last])]
-    parts = on_host([(shard.inputs, shard.targets) for shard in shards])
-    most = max(filter(None, outputs.sizes), default=0)
-    return RowsOfForward(method, parts, model.dim, most, shards[0].is_joined)
+    numbers = numbers or range(batch.rows)
+    count = max(2, min(len(numbers), most))
+    places = [numbers[row * (len(numbers) - 1) // (count - 1)] for row in range(count)]
+    parts = places[: count // 2], places[count // 2 :], places
+    shards = [batch.shard(part, model.devices[0]) for part in parts]
+    pairs = on_host([(shard.inputs, shard.targets) for shard in shards])
+    rows = max(filter(None, outputs.sizes), default=0)
+    return RowsOfForward(method, pairs, count, model.dim, rows, shards[0].is_joined)
 
 
 def on_host(node: Nested) -> Nested:
@@ -189,7 +195,7 @@ class _LargestResult(TorchFunctionMode):
 def run_rows(
     model: ParallelModel, sample: RowsOfForward, most: int, most_bytes: int
 ) -> Iterator[tuple[PerReplica, Arguments]]:
-    """Yields the outputs of the first row, of the last, and of ``most`` of them, half and half, with
+    """Yields the outputs of two halves of the rows, and of all of them, ``most`` with copies, with
     their targets.
 
     These are fewer if a tensor in the forward has more bytes, but as many as those of the forward.
@@ -199,58 +205,59 @@ def run_rows(
 
     device = model.devices[0]
     update = UpdateRandom(seed=0)  # Each row draws the same numbers alone and beside others.
-    parts = [*sample.parts]
-    rows_of_parts = [[0], [1], [0, 1]]
+    places = [*range(sample.size)]
+    copies = 1
 
     def run(inputs: Arguments, count: int, drawing: Drawing) -> PerReplica:
         with without_trace(model.module.modules(), model.devices), drawing():
             return model.run_alone(sample.method, inputs, count)
 
     def run_repeated(count: int, drawing: Drawing) -> PerReplica:
-        inputs, _ = take(sample.parts[-1], [row % 2 for row in range(count)], sample.dim)
+        inputs, _ = take(sample.parts[-1], [row % sample.size for row in range(count)], sample.dim)
         return run(inputs, count, drawing)
 
     try:
         draws: Sequence[Any] = ()
-        first: PerReplica | None = None
         if not sample.is_joined:
             with _LargestResult() as largest:
-                first, draws = _run_first(run_repeated, update, device)
+                draws = _find_draws(run_repeated, update, device)
             if largest.size * most > most_bytes:
                 most = min(most, max(sample.rows, 2))
-            rows_of_parts[-1] = [0, 1] * (most // 2)
-            parts[-1] = take(parts[-1], rows_of_parts[-1], sample.dim)
+            places = places[:: max(sample.size // most, 1)][:most]
+            copies = most // len(places)
+        half = len(places) // 2
+        rows_of_parts = [places[:half], places[half:], places * copies]
+        parts = sample.parts
+        if not sample.is_joined:
+            parts = [take(parts[-1], rows, sample.dim) for rows in rows_of_parts]
         for (inputs, targets), rows in zip(parts, rows_of_parts, strict=True):
             drawing: Drawing = nullcontext
             if draws:
                 drawing = Forward(update, rows, device, draws, {}).drawing
-            outputs = first if rows == [0] and not draws else None
-            yield outputs or run(inputs, len(rows), drawing), targets
+            yield run(inputs, len(rows), drawing), targets
     finally:
         update.end()
 
 
-def _run_first(
+def _find_draws(
     run_repeated: Callable[[int, Drawing], PerReplica], update: Any, device: torch.device
-) -> tuple[PerReplica, Sequence[Any]]:
-    """Returns the output of the first row, and the draws of random numbers in a forward.
-
-    There are none if they cannot follow rows.
-    """
+) -> Sequence[Any]:
+    """Returns the draws of random numbers in a forward. There are none if they cannot follow rows."""
     from ..reproducible.row_random import Forward, find_draws
 
     first, second, third = (Forward(update, range(count), device, None, {}) for count in (1, 2, 3))
     try:
-        output = run_repeated(1, first.drawing)
+        run_repeated(1, first.drawing)
         if len(first.drawn) == 1:  # The last one is the end.
-            return output, ()
+            return ()
         run_repeated(2, second.drawing)
         run_repeated(3, third.drawing)
-        return output, find_draws(second, third)
+        return find_draws(second, third)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001 - an operator may draw numbers that cannot follow the rows
-        return run_repeated(1, nullcontext), ()
+        run_repeated(1, nullcontext)
+        return ()
 
 
 @contextlib.contextmanager

@@ -398,3 +398,22 @@ def test_sums_in_half_precision_are_not_rounded(layout, dtype):
         inputs, target = (5 * torch.randn(64, size).to(dtype) for size in (4, 3))
         expected = criterion(net(inputs).double(), target.double()).detach()
         assert_close(step(inputs, target).double(), expected, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, {"devices": 2}])
+def test_a_derivative_of_outputs_names_the_forward(layout):
+    """The text of torch came alone: a differentiated tensor is not used in the graph."""
+
+    class WithInputs(nn.Linear):
+        def forward(self, inputs):
+            inputs = inputs.detach().requires_grad_()
+            return super().forward(inputs).tanh(), inputs
+
+    def residual(output, inputs, target):
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        return F.mse_loss(output, target) + slope.square().mean()
+
+    step = make_step(WithInputs(4, 3), residual, **layout)
+    with pytest.raises(RuntimeError, match="require grad|used in the graph") as error:
+        step(torch.randn(8, 4), torch.randn(8, 3))
+    assert any("from the forward, in a block of" in note for note in error.value.__notes__)

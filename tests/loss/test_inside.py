@@ -15,6 +15,7 @@ from helpers.optimizers import sgd
 from helpers.plain import Plain
 from helpers.ranks import run_ranks
 from helpers.slow import pairs
+from helpers.steps import make_step
 from torch import nn
 from torch.testing import assert_close
 
@@ -191,7 +192,8 @@ def test_outputs_are_those_of_the_forward_that_the_loss_is_of():
     criterion = DataParallelCriterion(loss_inside)
     outputs = model(*inputs)
     losses = [criterion(outputs).item() for _ in range(2)]
-    assert len(net.forwards) == 2 * 2 + 2 * 3  # Each loss is compared with that of rows alone.
+    # Each loss is compared with those of halves of the rows, after a forward of one row.
+    assert len(net.forwards) == 2 * 2 + 2 * 4
     logits = outputs.logits.gather()
     labels = inputs[1]
     assert losses == pytest.approx(
@@ -441,3 +443,31 @@ def test_elements_that_are_all_of_a_table_tell_no_number_of_rows():
     for _ in range(3):
         rows = (torch.randn(7, 4),)
         assert update(rows).item() == pytest.approx(plain(rows).item(), rel=1e-12)
+
+
+class Balanced(nn.Module):
+    """Computes a loss with weights of the counts of its labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs, labels):
+        output = self.layer(inputs)
+        counts = torch.bincount(labels[labels >= 0], minlength=3).to(output)
+        loss = F.cross_entropy(output, labels, weight=1 / (1 + counts), reduction="sum")
+        return {"loss": loss / (labels >= 0).sum().clamp(min=1)}
+
+
+@pytest.mark.parametrize("layout", [(3, None), (1, 8), (2, 4), (1, 2)])
+@pytest.mark.parametrize("rows", [slice(12), slice(16, 28), slice(36, 48), slice(1, 4)])
+def test_rows_with_labels_among_others_are_compared(rows, layout):
+    """Sums of the first row and of the last one were zero."""
+    devices, size = layout
+    labels = torch.full((48,), -100)
+    labels[rows] = torch.arange(48)[rows] % 3
+    step = make_step(
+        Balanced(), lambda output: output["loss"], devices=devices, micro_batch_size=size
+    )
+    with pytest.raises(ValueError, match="does not add up over the rows"):
+        step((torch.randn(48, 4), labels))

@@ -310,10 +310,10 @@ ROWS_FIRST = {
     "places": add_in_places,
     "groups": group_means,
     "a histogram": lambda out, values: (
-        histogram(out) / histogram(out).sum() - histogram(values) / histogram(values).sum()
-    )
-    .abs()
-    .sum(),
+        (histogram(out) / histogram(out).sum() - histogram(values) / histogram(values).sum())
+        .abs()
+        .sum()
+    ),
     "thresholds": lambda out, values: (
         (torch.sigmoid(out[:, 0] - torch.arange(3.0)[:, None]).mean(1) - values[:, :3].mean(0))
         .square()

@@ -55,7 +55,7 @@ REASONS = {
     "and its rows differ by these: it is refused",
     "does not add up over the rows: the total|trainer_spike_detection": "`training_step` computes the loss from `batch[0]`, "
     "the first row, or from no row at all, which is refused by name",
-    "a row alone raises AssertionError": "`training_step` asserts the number of its rows, and runs on others too",
+    "half of the rows raises AssertionError": "`training_step` asserts the number of its rows, and runs on others too",
     "have different counts, and had one": "`training_step` adds `batch_idx` to the loss, which changes its formula: refused",
     "_DataFetcherWrapper": "`training_step(self, dataloader_iter)`, which takes batches itself, is refused by name",
     "dataloader_iter": "`training_step` takes batches from an iterator, of which the rows cannot be split",
