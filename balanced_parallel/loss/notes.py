@@ -431,7 +431,10 @@ class SumNotes(TorchFunctionMode):
         tensors = [part for part in flatten(values) if isinstance(part, Tensor)]
         if name in CONVERSIONS and args and isinstance(args[0], Tensor):
             tensors = tensors[:1]
-        level = _level_of(name, [*map(self._of, tensors)])
+        facts = [*map(self._of, tensors)]
+        level = _level_of(name, facts)
+        if level == _OF_ROWS and _lacks_graph(tensors, facts):
+            level = _OF_BOTH
         if func is torch.autograd.grad and level:  # A formula has no graph of the rows.
             level = _OF_ROWS if self._is_of_rows(tensors) else _OF_BOTH
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
@@ -485,7 +488,10 @@ class SumNotes(TorchFunctionMode):
         facts = self._of(tensor)
         if facts.number is not None:
             return Value(facts.number)
-        return Constant(tensor.detach().clone(), facts.text)
+        text = facts.text
+        if facts.is_sized and tensor.is_cpu and tensor.numel() < 100:
+            text = shorten(f"{text} {tensor.tolist()}")  # Writes by .data or numpy are not seen.
+        return Constant(tensor.detach().clone(), text)
 
     def _keep_values(self, written: Tensor, level: int) -> None:
         """Copies the statistics in the memory of a tensor that is written to.
@@ -619,7 +625,7 @@ class SumNotes(TorchFunctionMode):
         """Notes an operation on sums or parameters."""
         first, second = (*call.values, None)[:2]
         facts, other = self._of(first), self._of(second)
-        is_target = facts.is_target and other.is_target
+        is_target = all(self._of(each).is_target for each in call.tensors)
         form = self._form_of(call) if call.level else CONSTANT
         if call.name == "div" and call.level and not call.kwargs:
             if self._divide(facts, second, results[0]):
@@ -997,6 +1003,18 @@ def _level_of(name: str, facts: Sequence[Facts]) -> int:
         return max(levels, default=_OF_NOTHING)
     are_columns = all(each.is_column for each in facts if each.level == _OF_SUMS)
     return _OF_ROWS if are_columns and _OF_BOTH not in levels else _OF_BOTH
+
+
+def _lacks_graph(tensors: Sequence[Tensor], facts: Sequence[Facts]) -> bool:
+    """Returns True for sums of columns without a graph beside rows that have one, as in
+    ``x / x.mean(0).detach()``: only gradients tell that the rows depend on each other.
+    """
+    pairs = [*zip(tensors, facts, strict=True)]
+    has_sums = any(
+        each.level == _OF_SUMS and not each.is_target and not tensor.requires_grad
+        for tensor, each in pairs
+    )
+    return has_sums and any(tensor.requires_grad for tensor in tensors)
 
 
 def _is_plain(index: object) -> bool:
