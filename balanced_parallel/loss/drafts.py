@@ -126,7 +126,7 @@ class Draft:
         """Notes an operation on sums or parameters."""
         first, second = (*call.values, None)[:2]
         facts, other = self.facts.of(first), self.facts.of(second)
-        is_target = facts.is_target and other.is_target
+        is_target = all(self.facts.of(each).is_target for each in call.tensors)
         form = self._form_of(call) if call.level else CONSTANT
         if call.name == "div" and call.level and not call.kwargs:
             form = self._over(facts.form, other.form) or form

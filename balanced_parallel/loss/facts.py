@@ -202,7 +202,10 @@ class FactsOfTensors:
         facts = self.of(tensor)
         if facts.number is not None:
             return Value(facts.number)
-        return Constant(tensor.detach().clone(), facts.text)
+        text = facts.text
+        if facts.is_sized and tensor.is_cpu and tensor.numel() < 100:
+            text = shorten(f"{text} {tensor.tolist()}")  # Writes by .data or numpy are not seen.
+        return Constant(tensor.detach().clone(), text)
 
     def replace(self, before: Tensor, output: Tensor) -> None:
         """Takes the facts about a tensor for those about another one."""
@@ -234,7 +237,10 @@ class FactsOfTensors:
         tensors = [part for part in flatten(values) if isinstance(part, Tensor)]
         if name in CONVERSIONS and args and isinstance(args[0], Tensor):
             tensors = tensors[:1]
-        level = _level_of(name, [*map(self.of, tensors)])
+        facts = [*map(self.of, tensors)]
+        level = _level_of(name, facts)
+        if level == OF_ROWS and _lacks_graph(tensors, facts):
+            level = OF_BOTH
         if func is torch.autograd.grad and level:  # A formula has no graph of the rows.
             level = OF_ROWS if self._is_of_rows(tensors) else OF_BOTH
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
@@ -382,3 +388,15 @@ def _level_of(name: str, facts: Sequence[Facts]) -> int:
         return max(levels, default=OF_NOTHING)
     are_columns = all(each.is_column for each in facts if each.level == OF_SUMS)
     return OF_ROWS if are_columns and OF_BOTH not in levels else OF_BOTH
+
+
+def _lacks_graph(tensors: Sequence[Tensor], facts: Sequence[Facts]) -> bool:
+    """Returns True for sums of columns without a graph beside rows that have one, as in
+    ``x / x.mean(0).detach()``: only gradients tell that the rows depend on each other.
+    """
+    pairs = [*zip(tensors, facts, strict=True)]
+    has_sums = any(
+        each.level == OF_SUMS and not each.is_target and not tensor.requires_grad
+        for tensor, each in pairs
+    )
+    return has_sums and any(tensor.requires_grad for tensor in tensors)
