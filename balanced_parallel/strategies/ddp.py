@@ -65,8 +65,9 @@ from ..runtime.torch_private import (
     current_backward_id,
     is_differentiable,
     run_after_backward,
+    version_of,
 )
-from ..runtime.values import check_type, set_gradient
+from ..runtime.values import check_type, set_gradients
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
@@ -258,7 +259,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 empty = torch.sparse_coo_tensor(
                     nowhere, nothing, weight.shape, check_invariants=True
                 )
-                set_gradient(weight, empty)
+                set_gradients([(weight, empty)])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state[CHILDREN]  # The copy is not a module yet.
@@ -298,8 +299,7 @@ class BucketRecord(GradientRecord):
             bucket.zero_()
         # Each has a version counter of its own.
         self._zeros = {number: place.data for number, place in self._places.items()}
-        for number, zero in self._zeros.items():
-            set_gradient(self.parameters[number], zero)
+        set_gradients([(self.parameters[number], zero) for number, zero in self._zeros.items()])
 
     def begin_backward(self) -> bool:
         """Begins the running backward, which reduces. Returns False if it has begun already."""
@@ -325,27 +325,25 @@ class BucketRecord(GradientRecord):
 
         ``parameter.grad.data = other`` would give the reducer's own tensor other memory.
         """
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is not None and gradient.layout == torch.strided:
-                set_gradient(parameter, gradient.data)
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        set_gradients(
+            [
+                (parameter, gradient.data)
+                for parameter, gradient in gradients
+                if gradient is not None and gradient.layout == torch.strided
+            ]
+        )
 
     def _note(self) -> None:
         """Notes the parameters that have a gradient, but for zeros that nothing was added to."""
-        gradients = {
-            number: parameter.grad
-            for number, parameter in enumerate(self.parameters)
-            if parameter.grad is not None
-        }
         self.used.clear()
-        for number, version in zip(
-            gradients, torch_private.versions([*gradients.values()]), strict=True
-        ):
-            gradient = gradients[number]
-            is_zero = version == 0 and gradient is self._zeros.get(number)
-            if not is_zero and (
-                gradient.layout == torch.strided or torch_private.has_elements(gradient)
+        for number, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or (
+                gradient is self._zeros.get(number) and not version_of(gradient)
             ):
+                continue
+            if gradient.layout == torch.strided or torch_private.has_elements(gradient):
                 self.used.add(number)
 
 
