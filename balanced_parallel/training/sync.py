@@ -59,7 +59,7 @@ class UpdateSync(Protocol):
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards that other processes still make, without rows.
 
-        Yields zeros for :meth:`backward`.
+        Yields zeros, or nothing, as losses for :meth:`backward`.
 
         ``is_reduced`` tells that this process has run its last backward.
         """
