@@ -22,8 +22,8 @@ from ..runtime.collectives import (
     mark_loss,
     world_size,
 )
-from ..runtime.devices import DeviceLike, move, pin, resolve_device, visible_devices
-from ..runtime.torch_private import NO_RANGE, divides_by_counts, is_profiled, nodes_behind, profiled
+from ..runtime.devices import NO_BLOCK, DeviceLike, move, pin, resolve_device, visible_devices
+from ..runtime.torch_private import divides_by_counts, is_profiled, nodes_behind, profiled
 from ..runtime.values import check_type, naming_arguments
 from . import containers
 from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims, map_rows
@@ -69,7 +69,7 @@ class PerReplica(list[Any], containers.Leaf):
         self, entries: Iterable[object], sizes: Sequence[int | None] | None = None, dim: Dims = 0
     ) -> None:
         # an output is made in every forward
-        if not (isinstance(entries, Iterable) and isinstance(sizes, Iterable)):
+        if not type(entries) is type(sizes) is list:
             check_type("entries", entries, Iterable, "one entry per replica")
             check_type("sizes", sizes, Iterable | None, "the number of rows of each entry")
         if type(dim) is not int:
@@ -419,7 +419,7 @@ def _as_per_replica(outputs: object) -> PerReplica:
 
 
 def _join_in_order(outputs: PerReplica, device: DeviceLike | None, dims: Dims) -> object:
-    with profiled("gather") if is_profiled() else NO_RANGE:
+    with profiled("gather") if is_profiled() else NO_BLOCK:
         if outputs.order is None:
             return join(outputs, device, dims)
         return reorder(join(outputs, device, dims, pads=True), outputs.order, dims, len(outputs))

@@ -20,9 +20,9 @@ from ..batch.rows import NOTHING, Shard, cut, move_arguments, move_leaves, sprea
 from ..replicas.all_rows import ALL, UNEXPECTED, forward_of
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import OnCollective, gather_objects, world_size
-from ..runtime.devices import pin
+from ..runtime.devices import NO_BLOCK, pin
 from ..runtime.module_state import StateEntries
-from ..runtime.torch_private import NO_RANGE, is_differentiable, is_profiled, profiled
+from ..runtime.torch_private import is_differentiable, is_profiled, profiled
 from ..runtime.values import Precision
 from .checks import Checks
 from .rules import instead_of
@@ -109,8 +109,7 @@ class ShardLoss(NamedTuple):
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
-        watch = self.collectives.watch if self.collectives.is_open else contextlib.nullcontext
-        with watch():
+        with self.collectives.watch() if self.collectives.is_open else NO_BLOCK:
             result = call_spread(
                 criterion or self.criterion, self.output, self.targets, self.kwargs
             )
@@ -316,7 +315,7 @@ def _call(
     *others: object,
 ) -> T:
     targets, kwargs = move_arguments(shard.targets, device)
-    with shard.context(), profiled("criterion") if is_profiled() else NO_RANGE:
+    with shard.context(), profiled("criterion") if is_profiled() else NO_BLOCK:
         try:
             return function(
                 ShardLoss(

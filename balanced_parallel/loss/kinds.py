@@ -305,7 +305,7 @@ class KnownMean(_Mean):
         counts = [weight for weight in map(self.weight_of, targets) if weight is not None]
         if not targets or len(counts) < len(targets):
             return self
-        return dataclasses.replace(self, weight=sum(counts, 0.0), is_counted=True)
+        return dataclasses.replace(self, weight=sum(counts[1:], counts[0]), is_counted=True)
 
     def _parts(self, calls: Calls) -> list[Any]:
         parts = calls.run(self._part)

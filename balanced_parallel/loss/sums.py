@@ -236,7 +236,6 @@ class _HandBack(torch.autograd.Function):
         ctx: Any, value: Tensor | None, derivatives: Sequence[Tensor | None], *tensors: Tensor
     ) -> Tensor:
         ctx.derivatives = derivatives
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
         if value is None:  # a backward begins at a real number
             return widen(tensors[0].new_zeros((), dtype=tensors[0].dtype.to_real()))
         return value.clone()
@@ -244,10 +243,8 @@ class _HandBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         results = [
-            None
-            if slope is None
-            else (slope * move(gradients[0], slope.device).to(slope.dtype)).to(dtype)
-            for slope, dtype in zip(ctx.derivatives, ctx.dtypes, strict=True)
+            None if slope is None else slope * move(gradients[0], slope.device).to(slope.dtype)
+            for slope in ctx.derivatives
         ]
         return None, None, *results
 

@@ -18,10 +18,10 @@ from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
 from ..batch.rows import Batch, Noting, ParallelModel, Shard, move_arguments
 from ..runtime.collectives import OnCollective
-from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
+from ..runtime.devices import NO_BLOCK, DeviceLike, resolve_device, resolve_devices
 from ..runtime.module_state import refuse_setting
 from ..runtime.random_numbers import offset_seeds
-from ..runtime.torch_private import NO_RANGE, children_of, is_profiled, profiled
+from ..runtime.torch_private import children_of, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, check_type, naming_arguments
 from .all_rows import SumOverRows
 from .batchnorm import AllRowsBatchNorm
@@ -241,7 +241,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         """Runs the first forward of a method on several devices, which must rescale no weight."""
         tree = self.replicas.tree
         is_watched = tree is not None and not (tree.is_compiled or tree.rescaled)
-        with OnCollective(bool) if is_watched else contextlib.nullcontext():
+        with OnCollective(bool) if is_watched else NO_BLOCK:
             outputs = run()
         self.runs[kind] = False
         return outputs
@@ -279,5 +279,5 @@ def _call(method: str | None, noting: Noting | None, replica: nn.Module, shard: 
     function = replica if method is None else getattr(replica, method)
     if noting is not None:
         function = functools.partial(noting.call, replica, function)
-    with shard.context(), profiled(f"replica on {shard.device}") if is_profiled() else NO_RANGE:
+    with shard.context(), profiled(f"replica on {shard.device}") if is_profiled() else NO_BLOCK:
         return function(*inputs, **kwargs)

@@ -20,7 +20,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime import transport
-from ..runtime.devices import Devices, on_device
+from ..runtime.devices import NO_BLOCK, Devices, on_device
 from ..runtime.streams import SideStreams, current_streams
 from ..runtime.torch_private import (
     ParameterState,
@@ -113,7 +113,7 @@ class Replicas:
         """
         modules = [module] if devices[0] == home else []
         others = devices[len(modules) :]
-        with self.in_turn() if others or self.tree is not None else nullcontext():
+        with self.in_turn() if others or self.tree is not None else NO_BLOCK:
             try:
                 if not others:
                     yield modules
@@ -140,7 +140,7 @@ class Replicas:
                 before = [*map(versions, shared)]
                 with self._comparing(len(others)):
                     is_replaced = home in tensors
-                    with tree.parameters_replaced(tensors[home]) if is_replaced else nullcontext():
+                    with tree.parameters_replaced(tensors[home]) if is_replaced else NO_BLOCK:
                         yield modules
                     # rows that are rescaled twice stay the same
                     if before != [*map(versions, shared)] and not tree.rescaled:
@@ -161,7 +161,7 @@ class Replicas:
         self._forwards += 1
         is_due = not self._forwards & (self._forwards - 1)
         if not is_due or True in [entry.states_differ for entry in self.windows]:
-            return nullcontext()
+            return NO_BLOCK
         assert self.tree is not None
         return self.tree.same_state(self._skeletons[:others], is_first=self._forwards == 1)
 

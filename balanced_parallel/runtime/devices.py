@@ -13,6 +13,7 @@ from torch import Tensor
 
 DeviceLike = int | str | torch.device
 Devices = Sequence[torch.device]
+NO_BLOCK = contextlib.nullcontext()  # The path of an update makes none of its own.
 HOSTS = ("cpu", "meta")  # types of devices without streams, a generator and memory of their own
 WITHOUT_FLOAT64 = ("mps",)  # types of devices that refuse tensors in float64
 
@@ -130,13 +131,13 @@ def on_device(
     Kernels and ``torch.empty(device='cuda')`` then use them.
     """
     if device.type in HOSTS:  # here and below without another call: this runs in every forward
-        return contextlib.nullcontext()
+        return NO_BLOCK
     return _on_accelerator(device, stream)
 
 
 @contextlib.contextmanager
 def _on_accelerator(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
-    with torch.accelerator.device_index(device.index), stream or contextlib.nullcontext():
+    with torch.accelerator.device_index(device.index), stream or NO_BLOCK:
         yield
 
 

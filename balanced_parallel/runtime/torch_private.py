@@ -56,7 +56,6 @@ __all__ = [
 # be started inside of it. torch.profiler.record_function calls operators without a profiler too.
 profiled = torch._C._profiler._RecordFunctionFast
 is_profiled = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
-NO_RANGE = contextlib.nullcontext()
 PACK_NAME = "_pack_padded_sequence"  # The operator of pack_padded_sequence.
 
 
@@ -545,7 +544,7 @@ def foreach_multiply_(tensors: Tensors, factor: float | Tensor) -> None:
 
     A factor with one element moves to each of their devices.
     """
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
+    for device in {tensor.device for tensor in tensors}:
         local = move(factor, device) if isinstance(factor, Tensor) else factor
         torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], local)
 

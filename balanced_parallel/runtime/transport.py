@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.cuda import nccl
 
 from . import torch_private
-from .devices import Devices, is_accelerator, move
+from .devices import NO_BLOCK, Devices, is_accelerator, move
 
 # torch has one communicator for each list of devices, and NCCL takes one call at a time on it.
 _communicating = threading.Lock()
@@ -42,11 +42,7 @@ def broadcast(tensor: Tensor, targets: Sequence[Tensor]) -> None:
 def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
     """Sums ``tensors`` of several devices into ``output``."""
     places = [tensor.device for tensor in tensors]
-    with (
-        torch_private.profiled("reduction")
-        if torch_private.is_profiled()
-        else torch_private.NO_RANGE
-    ):
+    with torch_private.profiled("reduction") if torch_private.is_profiled() else NO_BLOCK:
         if output.device in places and _have_nccl(tensors):
             root = places.index(output.device)
             _run(nccl.reduce, [*map(_real, tensors)], _real(output), root=root)
@@ -66,11 +62,7 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
     sizes = [output.numel() for output in outputs]
     has_nccl = _have_nccl(tensors)
     if in_order and has_nccl and len(set(sizes)) == 1:
-        with (
-            torch_private.profiled("reduction")
-            if torch_private.is_profiled()
-            else torch_private.NO_RANGE
-        ):
+        with torch_private.profiled("reduction") if torch_private.is_profiled() else NO_BLOCK:
             _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
         return
     # One list for each output.

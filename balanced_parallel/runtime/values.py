@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
 
+from .devices import NO_BLOCK
+
 P = ParamSpec("P")
 T = TypeVar("T")
 UNITS: dict[str, int] = {
@@ -204,7 +206,7 @@ class Precision:
 
         Workers of replicas inherit it.
         """
-        return contextlib.nullcontext() if self.dtype is None else _autocast(self.dtype, devices)
+        return NO_BLOCK if self.dtype is None else _autocast(self.dtype, devices)
 
     def scaler_on(self, device: torch.device) -> torch.amp.GradScaler | None:
         """Returns the gradient scaler of ``"fp16"``, created for ``device`` on first use; otherwise
@@ -222,9 +224,10 @@ def scaled(loss: torch.Tensor, scaler: torch.amp.GradScaler | None) -> torch.Ten
     return loss if scaler is None else scaler.scale(loss)
 
 
-def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Gives a parameter another gradient."""
-    parameter.grad = gradient
+def set_gradients(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Gives each parameter the gradient beside it."""
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 def set_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -10,8 +10,8 @@ that backward is launched, so the host does not wait for the backward.
 
 The reducer waits for every parameter in every backward. A backward reaches the parameters that the
 loss was computed from, which may be fewer: a branch was not taken, an output is not in the loss, a
-rank has no rows. So outputs are connected to all parameters, and to a leaf of their own, the
-sentinel::
+rank has no rows. So the last backward of a step has a zero as a second root, which leads to all
+parameters. By hand, outputs are connected to it, and to a leaf of their own, the sentinel::
 
     parameters ---> module ---> output --+
         |                                +--> _Watch ---> output
@@ -20,7 +20,7 @@ sentinel::
 
 The backward of ``_Watch`` passes the gradient of each output on, and ``None`` to the zero. So an
 unused parameter gets no gradient, but its hook runs, and the reducer goes on. The zero is the
-youngest node behind the outputs, so it runs first: buckets of unused parameters wait for nobody.
+youngest node, so it runs first: buckets of unused parameters wait for nobody.
 
 torch prepares the reducer in a forward, for one backward. Here each backward prepares it, before it
 has reached any parameter: a forward may have several backwards, or none. A backward that does not
@@ -65,8 +65,9 @@ from ..runtime.torch_private import (
     current_backward_id,
     is_differentiable,
     run_after_backward,
+    version_of,
 )
-from ..runtime.values import check_type, set_gradient
+from ..runtime.values import check_type, set_gradients
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
@@ -182,9 +183,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 output = function(*inputs, **kwargs)
             else:
                 output = self._run_without_rows(function, row, arguments, in_step)
-            reduces = self.require_backward_grad_sync
-            if torch.is_grad_enabled() and (reduces or not in_step):
-                output = watch_output(output, self.zero(reduces=reduces))
+            if torch.is_grad_enabled() and not in_step:
+                output = watch_output(output, self.zero(reduces=self.require_backward_grad_sync))
         if self.noting is not None:
             return self._open(self.noting, [output], [rows])
         return PerReplica([output], [rows], self.out_dims)
@@ -258,7 +258,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 empty = torch.sparse_coo_tensor(
                     nowhere, nothing, weight.shape, check_invariants=True
                 )
-                set_gradient(weight, empty)
+                set_gradients([(weight, empty)])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state[CHILDREN]  # The copy is not a module yet.
@@ -298,8 +298,7 @@ class BucketRecord(GradientRecord):
             bucket.zero_()
         # Each has a version counter of its own.
         self._zeros = {number: place.data for number, place in self._places.items()}
-        for number, zero in self._zeros.items():
-            set_gradient(self.parameters[number], zero)
+        set_gradients([(self.parameters[number], zero) for number, zero in self._zeros.items()])
 
     def begin_backward(self) -> bool:
         """Begins the running backward, which reduces. Returns False if it has begun already."""
@@ -325,27 +324,25 @@ class BucketRecord(GradientRecord):
 
         ``parameter.grad.data = other`` would give the reducer's own tensor other memory.
         """
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is not None and gradient.layout == torch.strided:
-                set_gradient(parameter, gradient.data)
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        set_gradients(
+            [
+                (parameter, gradient.data)
+                for parameter, gradient in gradients
+                if gradient is not None and gradient.layout == torch.strided
+            ]
+        )
 
     def _note(self) -> None:
         """Notes the parameters that have a gradient, but for zeros that nothing was added to."""
-        gradients = {
-            number: parameter.grad
-            for number, parameter in enumerate(self.parameters)
-            if parameter.grad is not None
-        }
         self.used.clear()
-        for number, version in zip(
-            gradients, torch_private.versions([*gradients.values()]), strict=True
-        ):
-            gradient = gradients[number]
-            is_zero = version == 0 and gradient is self._zeros.get(number)
-            if not is_zero and (
-                gradient.layout == torch.strided or torch_private.has_elements(gradient)
+        for number, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or (
+                gradient is self._zeros.get(number) and not version_of(gradient)
             ):
+                continue
+            if gradient.layout == torch.strided or torch_private.has_elements(gradient):
                 self.used.add(number)
 
 
@@ -460,9 +457,9 @@ class DDPUpdate(RankUpdate):
         return no_sync
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        """Yields a zero for the reduction of a rank without rows."""
+        """Yields no losses for the reduction of a rank without rows. Its backward has a zero."""
         if not is_reduced:
-            yield [self._model.zero()]
+            yield []
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         """Runs the backward. The last one reduces all gradients."""
@@ -472,11 +469,10 @@ class DDPUpdate(RankUpdate):
         self.start(local)
         if not self._has_begun:
             self._model.record.begin()
-        roots = [loss for loss in losses if loss.requires_grad]
         torch_private.prepare_reduction(self._model)
         self._is_prepared = True
         self._model.record.run_step(
-            functools.partial(run_backward, roots or [self._model.zero()], divisor)
+            functools.partial(run_backward, [*losses, self._model.zero()], divisor)
         )
         self._is_reduced = True
 
@@ -518,8 +514,7 @@ class DDPUpdate(RankUpdate):
         if not self._is_prepared:
             with torch.enable_grad():
                 divide()
-                zero = self._model.zero()
-                self.backward([zero], 1.0, LossSum(zero.detach(), 0.0))
+                self.backward([], 1.0, LossSum(torch.zeros(()), 0.0))
         if not self._is_reduced:
             self._model.begin_sparse_gradients()
             # A failed backward has not run hooks that other ranks wait for.

@@ -32,7 +32,7 @@ from ..replicas.batchnorm import begin_forward, meets_others
 from ..replicas.module_tree import refuse_rescaled
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import ElsewhereFailure, OnCollective, gather_objects
-from ..runtime.devices import Devices, is_accelerator, start_copy
+from ..runtime.devices import NO_BLOCK, Devices, is_accelerator, start_copy
 from ..runtime.module_state import (
     advancing_buffers,
     are_close,
@@ -364,7 +364,7 @@ class RankModel(ParallelModel):
             offset_seeds(self.devices, collectives.rank())
         elif self.training and not self.rank_numbers.is_drawing and forward_by_row.get() is None:
             return self.rank_numbers.drawing(collectives.rank())
-        return contextlib.nullcontext()
+        return NO_BLOCK
 
 
 def _may_advance(part: nn.Module) -> bool:
@@ -391,7 +391,7 @@ class RankSync(GradientSync):
     def random_numbers(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Draws the numbers of this rank. On an accelerator, the generator has a seed of its own."""
         if not self.model.draws_on_host:
-            return contextlib.nullcontext()
+            return NO_BLOCK
         return self.model.rank_numbers.drawing(collectives.rank(), is_last=is_last)
 
 
@@ -453,8 +453,9 @@ class GradientRecord:
         self._backward = current_backward_id()
         if before == self._backward:
             return False
-        for other in _records - {self}:
-            if other._backward == self._backward and self.dtypes.keys() & other.dtypes.keys():
+        for other in _records:
+            is_reached = other is not self and other._backward == self._backward
+            if is_reached and self.dtypes.keys() & other.dtypes.keys():
                 raise ValueError(
                     "two models that parallelize returned share a parameter, and one backward reaches both, which would reduce "
                     "its gradient twice, expected one model of both modules, in an nn.ModuleDict, or a backward for each model"

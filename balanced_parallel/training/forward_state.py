@@ -11,14 +11,14 @@ micro-batch count.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..replicas.all_rows import sums_rows
-from ..runtime.devices import move
+from ..runtime.devices import NO_BLOCK, move
 from ..runtime.module_state import (
     NUMBERS,
     StateEntries,
@@ -101,15 +101,19 @@ class ForwardState:
         }
         return buffers | self._written
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Surrounds a forward.
+    def begin_forward(self) -> AbstractContextManager[None]:
+        """Puts the state back, but for the first forward. Returns a block for the forward."""
+        if self._after is not None:
+            self._put_back()
+        elif self._updates.bit_count() == 1 and not self._is_compiled:
+            return self._watching()
+        return NO_BLOCK
 
-        The first one of the 1st, 2nd, 4th, 8th, ... update shows the parameters that it writes.
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Surrounds the first forward of the 1st, 2nd, 4th, 8th, ... update, which shows the
+        parameters that it writes.
         """
-        if self._after is not None or self._updates.bit_count() > 1 or self._is_compiled:
-            yield
-            return
         before = {
             memory_of(parameter): (name, parameter, parameter.detach())
             for name, parameter in self._module.named_parameters()
@@ -133,19 +137,12 @@ class ForwardState:
         self._written[name] = parameter
         self._before[name] = _Copy(parameter, values, 0)
 
-    @torch.no_grad()
-    def begin_forward(self) -> None:
-        """Puts the state back, but for the first forward."""
-        if self._after is not None:
-            self._put_back()
-
     def _put_back(self) -> None:
         for entries in self._entries:
             entries.put()
         for each in self._before.values():
-            each.tensor.copy_(each.values)
+            each.tensor.detach().copy_(each.values)
 
-    @torch.no_grad()
     def end_forward(self) -> None:
         """Keeps the state behind the first forward with rows, and compares that of others with it."""
         if self._after is None:
@@ -155,7 +152,7 @@ class ForwardState:
         for name, after in self._after.items():
             tensor = present.get(name, after)
             if tensor.shape == after.shape:  # A cache may have another one.
-                is_close = torch.isclose(move(tensor, after.device), after, equal_nan=True)
+                is_close = torch.isclose(move(tensor.detach(), after.device), after, equal_nan=True)
                 is_other = ~is_close.all()
                 self._differs[name] = is_other | self._differs.get(name, is_other)
 
@@ -180,13 +177,11 @@ class ForwardState:
             if name in self._before or name not in before or tensor is not before[name].tensor
         }
 
-    @torch.no_grad()
     def undo(self) -> None:
         """Puts back the state before an update of several forwards, which has failed."""
         self._put_back()
         self.reset()
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Leaves the state behind the first forward. :meth:`undo` can still put it back.
 
@@ -197,7 +192,7 @@ class ForwardState:
         for entries in self._last_entries:
             entries.put()
         for name, each in self._before.items():
-            each.tensor.copy_(self._after.get(name, each.tensor))
+            each.tensor.detach().copy_(self._after.get(name, each.tensor))
         for name, differs in self._differs.items():
             if differs:
                 kind = "parameter" if name in self._written else "buffer"

@@ -8,7 +8,7 @@ import math
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,7 +30,7 @@ from ..runtime.torch_private import (
     version_of,
     versions,
 )
-from ..runtime.values import forget_gradients, set_gradient
+from ..runtime.values import forget_gradients
 from .sync import UpdateSync
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -218,7 +218,7 @@ class ParameterUpdate:
             )
         for parameter in parameters:
             gradient = parameter.grad
-            set_gradient(parameter, None)
+            forget_gradients([parameter])
             if gradient is not None:
                 # autograd calls the hooks, and sets the gradient that they return
                 parameter.backward(gradient)
@@ -325,8 +325,7 @@ def _warn_of_others(optimizer: Optimizer, claim: Claim) -> None:
 
 
 def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    parameters = _parameters_of(optimizer)
-    return [gradient for each in parameters if (gradient := each.grad) is not None]
+    return [each.grad for each in _parameters_of(optimizer) if each.grad is not None]
 
 
 def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:
@@ -346,8 +345,8 @@ def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:
         _epochs[scheduler] = epoch + 1
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
@@ -397,7 +396,7 @@ def check_optimizers(update: ParameterUpdate, schedulers: Sequence[LRScheduler])
     trained = {id(tensor) for tensor in update.trained.values()}
     for number, optimizer in enumerate(update.optimizers):
         refuse_closures(type(optimizer), "TrainStep")
-        parameters = list(_parameters_of(optimizer))
+        parameters = _parameters_of(optimizer)
         if isinstance(optimizer, BalancedOptimizer):  # The groups have the shards.
             parameters = [*itertools.chain(*[each["params"] for each in optimizer.recipe.groups])]
         if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters)):

@@ -119,8 +119,7 @@ class Settings:
         """Returns True if an optimizer has a parameter to train of another id, or dtype."""
         groups = [group for optimizer in self.state.optimizers for group in optimizer.param_groups]
         parameters = itertools.chain(*[group["params"] for group in groups])
-        trained = [each for each in parameters if each.requires_grad]
-        return [each.dtype for each in trained] != [dtypes.get(id(each)) for each in trained]
+        return bool([x for x in parameters if x.requires_grad and x.dtype != dtypes.get(id(x))])
 
     def check(self, *, is_same: bool) -> None:
         """Compares again unless :meth:`digest` is the same on all ranks, or if all have loaded."""

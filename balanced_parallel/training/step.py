@@ -28,8 +28,8 @@ from ..loss.names import ChangedLossError
 from ..loss.validation import SEVERAL
 from ..replicas.batchnorm import meets_others
 from ..runtime import collectives
+from ..runtime.devices import NO_BLOCK
 from ..runtime.torch_private import (
-    NO_RANGE,
     backward_hooks_of,
     hooks_of,
     is_profiled,
@@ -363,7 +363,7 @@ class TrainStep(SaysInstead):
         if not self._has_compared:
             self._compare(is_last=is_last)
         numbers = (
-            self._strategy.random_numbers(is_last=is_last) if self._draws_as_rank else nullcontext()
+            self._strategy.random_numbers(is_last=is_last) if self._draws_as_rank else NO_BLOCK
         )
         hooks = ExitStack()
         for tensor in self._trained.values():
@@ -461,8 +461,8 @@ class TrainStep(SaysInstead):
             return reduced.loss
         try:
             with (
-                profiled("update") if is_profiled() else NO_RANGE,
-                retrying_allocations(self.model.devices) if self._is_auto else nullcontext(),
+                profiled("update") if is_profiled() else NO_BLOCK,
+                retrying_allocations(self.model.devices) if self._is_auto else NO_BLOCK,
             ):
                 norm = self.max_grad_norm
                 if self.skip_above is not None:

@@ -11,13 +11,14 @@ The code below is one update::
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight
+from ..runtime.devices import NO_BLOCK
 from ..runtime.torch_private import without_compilation
 from .settings import Settings
 
@@ -33,7 +34,7 @@ class GradientSync(Protocol):
 
         ``is_last`` ends it.
         """
-        return nullcontext()
+        return NO_BLOCK
 
 
 class UpdateSync(Protocol):
@@ -58,7 +59,7 @@ class UpdateSync(Protocol):
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards that other processes still make, without rows.
 
-        Yields zeros for :meth:`backward`.
+        Yields zeros, or nothing, as losses for :meth:`backward`.
 
         ``is_reduced`` tells that this process has run its last backward.
         """

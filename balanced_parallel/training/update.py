@@ -48,8 +48,8 @@ from ..loss.names import SumName, compare_names
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.replicas import window
 from ..runtime.collectives import ElsewhereFailure, tell_failure, telling, world_size
-from ..runtime.devices import move, start_copy
-from ..runtime.torch_private import NO_RANGE, is_compiled, is_profiled, profiled
+from ..runtime.devices import NO_BLOCK, move, start_copy
+from ..runtime.torch_private import is_compiled, is_profiled, profiled
 from ..runtime.values import Precision, PrecisionName, forget_gradients, scaled
 from .forward_state import ForwardState
 from .optimizers import ParameterUpdate
@@ -288,11 +288,10 @@ class Forwards:
         if self._prepare is not None:
             shards = [self._prepare(shard) for shard in shards]
         state = self.state if self.state and self.state.is_open else None
-        if state is not None:
-            state.begin_forward()
+        around = NO_BLOCK if state is None else state.begin_forward()
         try:
             with self.precision.autocast(self.model.devices):
-                with contextlib.nullcontext() if state is None else state.watching():
+                with around:
                     outputs = self.model(MicroBatch(shards))
                 if collected is not None:
                     collected.append(detach_outputs(outputs, self._order_of(shards)))
@@ -390,14 +389,14 @@ class Accumulation(Attempt):
         with self.sync.accumulating():
             for number, shards in enumerate(before, start=1):
                 # No variable keeps the losses, and their graph, during the next forward.
-                with profiled("micro-batch") if is_profiled() else NO_RANGE:
+                with profiled("micro-batch") if is_profiled() else NO_BLOCK:
                     self._backward(
                         self.forwards.run(shards, compute, run.outputs),
                         len(plan) - number,
                         is_last=False,
                     )
         for shards in last:
-            with profiled("micro-batch") if is_profiled() else NO_RANGE:
+            with profiled("micro-batch") if is_profiled() else NO_BLOCK:
                 self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
 
     def run_again(self, run: BatchRun, learned: Kind, hand_back: Compute) -> None:

@@ -46,32 +46,31 @@ def timed(function: Callable[[], Any]) -> float:
 
 def make_steps() -> dict[str, Callable[[], Any]]:
     """Returns functions that run one step each: forward, loss, backward, update."""
-    net, inputs, targets = build()
-    model, criterion, plain_criterion = (
-        DataParallelModel(net, ["cpu"] * SLICES),
-        DataParallelCriterion(nn.MSELoss()),
-        nn.MSELoss(),
-    )
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    step = TrainStep(model, criterion, optimizer)
+    # An optimizer of a TrainStep drops gradients that a loop adds to those of the step: each side has a network of its own.
+    trained, inputs, targets = build()
+    looped, net = build()[0], build()[0]
+    devices, criterion, plain_criterion = ["cpu"] * SLICES, DataParallelCriterion(nn.MSELoss()), nn.MSELoss()
+    step = TrainStep(DataParallelModel(trained, devices), criterion, torch.optim.SGD(trained.parameters(), lr=1e-3))
+    model = DataParallelModel(looped, devices)
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (looped, net))
     slices = list(zip(inputs.chunk(SLICES), targets.chunk(SLICES), strict=True))
 
-    def update() -> None:
+    def update(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
     def replicas() -> None:
         criterion(model(inputs), targets).backward()
-        update()
+        update(optimizer)
 
     def slice_by_slice() -> None:
         for some, wanted in slices:
             (plain_criterion(net(some), wanted) / SLICES).backward()
-        update()
+        update(plain_optimizer)
 
     def one_backward() -> None:
         torch.stack([plain_criterion(net(some), wanted) for some, wanted in slices]).mean().backward()
-        update()
+        update(plain_optimizer)
 
     return {
         "model and criterion": replicas,

@@ -19,7 +19,8 @@ from balanced_parallel import (
     TrainStep,
     parallelize,
 )
-from balanced_parallel.runtime.torch_private import NO_RANGE, is_profiled, profiled
+from balanced_parallel.runtime.devices import NO_BLOCK
+from balanced_parallel.runtime.torch_private import is_profiled, profiled
 
 INPUTS = torch.randn(8, 4)
 TARGETS = torch.randint(5, (8,))
@@ -94,7 +95,7 @@ def time_of(call, count):
 
 
 def no_range():
-    with profiled("nothing") if is_profiled() else NO_RANGE:
+    with profiled("nothing") if is_profiled() else NO_BLOCK:
         pass
 
 
