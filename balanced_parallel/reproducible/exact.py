@@ -8,10 +8,13 @@ wherever it runs. The sums over groups are exact, so no order of them matters::
     group 1   forward, backward ---> gradients ---> integers --+--> sum ---> gradients of the batch
     group 2   forward, backward ---> gradients ---> integers --+
 
-A gradient is counted in units, powers of two that follow from its own largest element. Elements
-that are too small for its unit have another one. Gradients of one unit add up as integers of 64
-bits. Most gradients of a parameter have one unit, and few have two. Nothing is agreed on before,
-and no group runs again.
+Gradients are cut into parts. Small parameters share a part. It is counted in units, powers of two
+that follow from its own largest element. Elements that are too small for its unit have another one.
+Parts of one unit add up as integers of 64 bits. Most parts have one unit, and few have two. Nothing
+is agreed on before, and no group runs again.
+
+On the CPU, conversions to integers are slow. So a number is added to the elements that rounds them,
+and the bits of the sum are added up. Those of the number are subtracted once.
 
 The gradient of a group is that of its mean, nearly: the loss is divided by the power of two next to
 the weight of the group, so half precision does not overflow. The exact sum is multiplied back, and
