@@ -8,10 +8,13 @@ wherever it runs. The sums over groups are exact, so no order of them matters::
     group 1   forward, backward ---> gradients ---> integers --+--> sum ---> gradients of the batch
     group 2   forward, backward ---> gradients ---> integers --+
 
-A gradient is counted in units, powers of two that follow from its own largest element. Elements
-that are too small for its unit have another one. Gradients of one unit add up as integers of 64
-bits. Most gradients of a parameter have one unit, and few have two. Nothing is agreed on before,
-and no group runs again.
+Gradients are cut into parts. Small parameters share a part. It is counted in units, powers of two
+that follow from its own largest element. Elements that are too small for its unit have another one.
+Parts of one unit add up as integers of 64 bits. Most parts have one unit, and few have two. Nothing
+is agreed on before, and no group runs again.
+
+On the CPU, conversions to integers are slow. So a number is added to the elements that rounds them,
+and the bits of the sum are added up. Those of the number are subtracted once.
 
 The gradient of a group is that of its mean, nearly: the loss is divided by the power of two next to
 the weight of the group, so half precision does not overflow. The exact sum is multiplied back, and
@@ -21,9 +24,12 @@ Losses and weights are added by ``math.fsum``, which rounds once.
 """
 
 import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,131 +47,110 @@ from ..strategies.ddp import DDPSync
 from ..strategies.replicas import ReplicaSync
 from ..training.settings import Settings, Unchecked
 from ..training.update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
-from .groups import DDPGroups, GroupReport, GroupSync, PartUnits, ReplicaGroups
+from .groups import DDPGroups, GroupReport, GroupSync, ReplicaGroups
 from .kinds import exact_kind
 from .numbered_rows import ArithmeticByRow
 
-_BITS = 52  # The largest element of a part has as many, and at least 44.
+_BITS = 51  # The largest element of a part has as many, and at least 43.
 _LEAST_BITS = 12  # Each element has as many. A smaller one has another unit.
 _STEP = 8  # The exponents of the units are this far apart.
 _SMALLEST = -1020  # the smallest exponent: its inverse is a number of float64, too
 _NOT_FINITE = 2000  # stands for the unit of a gradient that is not finite
-_MOST_GROUPS = 2 ** (63 - _BITS)  # Sums of them fit into 64 bits.
+_MOST_GROUPS = 2 ** (62 - _BITS)  # Sums of them fit into 64 bits.
+# 1.5 * 2**52. A small number of float64 plus this one is rounded to an integer, which the last bits
+# of the sum are.
+_BITS_OF_ROUNDER = 0x4338 << 48
+_ROUNDER = torch.tensor(_BITS_OF_ROUNDER, device="cpu").view(torch.float64)
 _COMMUNICATES = (
     "reproducible='bits' with a module or a criterion that communicates with other ranks, expected one that does not: leave out "
     "its collectives"
 )
-# Elements of a tensor that are computed at a time. On the CPU they stay in its cache.
+# Elements of a part, at most. On the CPU they stay in its cache. Smaller tensors share a part.
 _ELEMENTS = 2**22
 _ELEMENTS_ON_CPU = 2**16
+Elements = list[tuple[int, slice]]  # Elements of tensors with these numbers.
+Place = tuple[int, int]  # The number of a part, and the exponent of a unit.
 
 
-class ExactSum:
-    """An exact sum of gradients of one part of a parameter, as integers by the exponent of their
-    unit.
+def _integers_of(
+    part: Tensor, smallest: float, largest: float, factor: float
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields the exponents of units, and the integers of a part times a power of two, plus the bits
+    of ``_ROUNDER``.
+
+    Magnitudes are between ``smallest`` and ``largest``.
     """
-
-    def __init__(self) -> None:
-        self.integers: dict[int, Tensor] = {}
-
-    def add(
-        self, gradient: Tensor, largest: float, smallest: float = math.inf, factor: float = 1.0
-    ) -> None:
-        """Adds a gradient times a power of two. Parts of a unit are lost.
-
-        Magnitudes are between ``largest`` and ``smallest``.
-        """
-        if not math.isfinite(largest * factor):
-            self.complete([_NOT_FINITE], gradient)
-            return
-        # The factor over a unit is a number of float64, too.
-        smallest_unit = _SMALLEST + max(math.frexp(factor)[1], 0)
-        bound = math.inf
-        while largest:
-            _, exponent = math.frexp(largest * factor)
-            unit = max(-(-exponent // _STEP) * _STEP - _BITS, smallest_unit)
-            least = 2.0 ** (unit + _LEAST_BITS) / factor
-            if smallest >= least or unit == smallest_unit:
-                least = 0.0
-            largest = self._count(unit, gradient, factor, least, bound)
-            bound = least
-
-    def merge(self, other: "ExactSum", device: torch.device) -> None:
-        """Adds another sum, on a device."""
-        for unit, integers in other.integers.items():
-            if unit in self.integers:
-                self.integers[unit] += integers.to(device)
-            else:
-                self.integers[unit] = integers.to(device)
-
-    def complete(self, units: Iterable[int], like: Tensor) -> None:
-        """Adds zeros of the units that only other ranks have. All ranks have one order then."""
-        for unit in units:
-            if unit not in self.integers:
-                self.integers[unit] = torch.zeros_like(like, dtype=torch.int64)
-        self.integers = dict(sorted(self.integers.items(), reverse=True))
-
-    def write(self, result: Tensor, divisor: float) -> None:
-        """Writes the sum over a divisor, rounded once: nan if a gradient was not finite."""
-        total = torch.zeros_like(result, dtype=torch.float64)
-        for unit, integers in self.integers.items():
-            total.add_(integers, alpha=math.nan if unit == _NOT_FINITE else 2.0**unit)
-        result.copy_(total.div_(divisor))
-
-    def _count(self, unit: int, values: Tensor, factor: float, least: float, bound: float) -> float:
-        """Adds values times a power of two, in units, of those between ``least`` and ``bound``.
-
-        Returns the largest magnitude below ``least``.
-        """
-        counts = values.to(torch.float64, copy=True).mul_(factor * 2.0**-unit)
+    if not math.isfinite(largest * factor):
+        yield _NOT_FINITE, torch.zeros_like(part, dtype=torch.int64)
+        return
+    # The factor over a unit is a number of float64, too.
+    smallest_unit = _SMALLEST + max(math.frexp(factor)[1], 0)
+    while largest:
+        _, exponent = math.frexp(largest * factor)
+        unit = max(-(-exponent // _STEP) * _STEP - _BITS, smallest_unit)
+        counts = part.to(torch.float64, copy=True)
+        least = 2.0 ** (unit + _LEAST_BITS) / factor
         largest = 0.0
-        if bound < math.inf:
-            counts.masked_fill_(values.abs() >= bound, 0)
-        if least:
-            magnitudes = values.abs()
-            is_small = magnitudes < least
-            counts.masked_fill_(is_small, 0)
-            largest = float(torch.where(is_small, magnitudes, 0).max())
-        if unit in self.integers:
-            self.integers[unit] += counts.long()
-        else:
-            self.integers[unit] = counts.long()
-        return largest
+        if smallest < least and unit > smallest_unit:
+            part = part.masked_fill(part.abs() >= least, 0)
+            largest = float(part.abs().max())
+            if largest:
+                counts.masked_fill_(part != 0, 0)
+        torch.add(_ROUNDER, counts, alpha=factor * 2.0**-unit, out=counts)
+        yield unit, counts.view(torch.int64)
 
 
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Returns the real view of a tensor in parts of one dimension. Those of a contiguous one are
-    views.
-    """
+def _flat(tensor: Tensor) -> Tensor:
+    """Returns the real elements in one dimension: a view, if the tensor is contiguous."""
     if tensor.layout != torch.strided:
         raise TypeError(
             "reproducible='bits' with a sparse gradient, expected dense ones: set sparse=False in the embedding"
         )
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    parts: Sequence[Tensor] = real.reshape(-1).split(_sizes_of_parts(tensor))
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(
+        -1
+    )
+
+
+def _cut(tensors: Sequence[Tensor]) -> list[Elements]:
+    """Returns parts: elements of one tensor, or all of several small ones of a device."""
+    parts: list[Elements] = []
+    sizes = [
+        (str(each.device), each.numel() * (1 + each.is_complex()), number)
+        for number, each in enumerate(tensors)
+        if each.numel()
+    ]
+    for _, of_device in itertools.groupby(sorted(sizes), operator.itemgetter(0)):
+        room = 0
+        for _, size, number in of_device:
+            if size <= room:
+                parts[-1].append((number, slice(0, size)))
+            else:
+                room = _ELEMENTS_ON_CPU
+                most = room if tensors[number].is_cpu else _ELEMENTS
+                starts = range(0, size, most)
+                parts += [[(number, slice(start, min(start + most, size)))] for start in starts]
+            room -= size
     return parts
 
 
-def _sizes_of_parts(tensor: Tensor) -> list[int]:
-    """Returns the numbers of elements of :func:`_parts`, without an operator that may fail: the
-    other ranks wait for so many.
-    """
-    size = _ELEMENTS_ON_CPU if tensor.is_cpu else _ELEMENTS
-    count = tensor.numel() * (2 if tensor.is_complex() else 1)
-    return [min(size, count - start) for start in range(0, count, size)]
+def _join(part: Elements, flat: Mapping[int, Tensor]) -> Tensor:
+    """Returns a part of tensors, with zeros for those that are missing."""
+    like = next(iter(flat.values()))
+    pieces = [
+        flat[number][place] if number in flat else like.new_zeros(place.stop)
+        for number, place in part
+    ]
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def magnitudes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Returns the largest magnitude in each tensor, and the smallest. The host waits once."""
+def _magnitudes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """Returns the smallest magnitude in each tensor, and the largest. The host waits once."""
     if not tensors:
         return []
     home = tensors[0].device
-    ends = []
-    for tensor in tensors:
-        smallest, largest = tensor.abs().aminmax()
-        ends += [largest.to(home), smallest.to(home)]
-    numbers = torch.stack(ends).tolist()
-    return [*zip(numbers[::2], numbers[1::2], strict=True)]
+    ends = [end.to(home) for tensor in tensors for end in tensor.abs().aminmax()]
+    numbers: list[tuple[float, float]] = torch.stack(ends).view(-1, 2).tolist()
+    return numbers
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
@@ -173,7 +158,8 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor:
 
     It is the same for any cut of them into tensors, and for any order.
     """
-    norm = _norm([part for gradient in gradients for part in _parts(gradient)])
+    flat = dict(enumerate(map(_flat, gradients)))
+    norm = _norm([_join(part, flat) for part in _cut(gradients)])
     home = gradients[0].device if gradients else None
     return torch.tensor(norm, dtype=torch.float64, device=home)
 
@@ -187,27 +173,26 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) ->
 
 
 def _norm(parts: Sequence[Tensor]) -> float:
-    """Returns the norm. Squares, over that of the largest element, are integers of 62 bits."""
-    magnitudes = [largest for largest, _ in magnitudes_of(parts)]
+    """Returns the norm. Squares, over that of the largest element, are integers of 50 bits.
+
+    Integers of 64 bits have the last bits of their sum, and a sum of float64 has the first ones.
+    """
+    magnitudes = [largest for _, largest in _magnitudes_of(parts)]
     largest = max(magnitudes, default=0.0)
     if not all(map(math.isfinite, magnitudes)):
         return sum(magnitudes)
     if not largest:
         return 0.0
-    _, exponent = math.frexp(largest)
-    scale = 2.0 ** min(-exponent, 1000)
+    scale = 2.0 ** min(25 - math.frexp(largest)[1], 1000)
     sums = []
     for part in parts:
-        squares = part.to(torch.float64, copy=True).mul_(scale).square_().mul_(2.0**31)
-        integers = squares.long()
-        sums.append(integers.sum())
-        squares.sub_(integers).mul_(2.0**31)
-        sums.append(integers.copy_(squares).sum())
-    total = 0
-    home = parts[0].device
-    for high, low in torch.stack([each.to(home) for each in sums]).view(-1, 2).tolist():
-        total += (high << 31) + low
-    return math.sqrt(total / 2**62) / scale
+        squares = part.to(torch.float64, copy=True).mul_(scale).square_()
+        sums += [squares.sum().view(torch.int64), squares.add_(_ROUNDER).view(torch.int64).sum()]
+    numbers = torch.stack([each.to(parts[0].device) for each in sums]).cpu()
+    first = math.fsum(numbers[::2].view(torch.float64).tolist())
+    last = sum(numbers[1::2].tolist()) - _BITS_OF_ROUNDER * sum(map(len, parts))
+    total = last + (round((int(first) - last) / 2**64) << 64)
+    return math.sqrt(total) / scale
 
 
 class ExactAccumulation(Accumulation):
@@ -230,7 +215,11 @@ class ExactAccumulation(Accumulation):
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
         self._weights: list[Tensor | float] = []
-        self._sums: dict[torch.device, dict[Tensor, list[ExactSum]]] = {}  # The sums of the parts.
+        self._sums: dict[torch.device, dict[Place, Tensor]] = {}
+        self._additions: Counter[Place] = Counter()
+        self._parts = _cut(self._trained)
+        self._numbers = {each: number for number, each in enumerate(self._trained)}
+        self._present: set[int] = set()  # Numbers of parameters with a gradient.
         self._has_graph = False
         self._before = {name: each.detach().clone() for name, each in self._buffers()}
 
@@ -307,20 +296,18 @@ class ExactAccumulation(Accumulation):
             self.forwards.state.finish()
         self._check_buffers()
         present = settings()
-        sums = self._join_devices()
-        reports = self._groups.gather(self._report(sums, present.digest()))
+        reports = self._groups.gather(self._report(present.digest()))
         _check_reports(reports)
         present.check(is_same=len({report.digest for report in reports}) == 1)
-        totals = self._sum(sums, [report.units for report in reports])
         total = loss_sums.add_numbers([loss for report in reports for loss in report.losses])
         weight = loss_sums.add_numbers([weight for report in reports for weight in report.weights])
         weight = max(weight, self.kind.least)
         divisor = weight if self._is_mean and weight else 1.0
+        self._set_gradients(reports, divisor)
         mean = total / divisor if weight else math.nan
         loss = torch.tensor(mean, dtype=self._dtype)
         loss = loss.to(self._device)
         reduced = Reduced(loss, weight, 1.0, self.sync, self.kind, self._logged)
-        self._set_gradients(totals, divisor)
         self._groups.confirm()
         if self.forwards.state is not None:
             self.forwards.state.reset()  # Nothing stays in memory.
@@ -358,82 +345,81 @@ class ExactAccumulation(Accumulation):
     @torch.no_grad()
     def _count_gradients(self, factors: Mapping[torch.device, float]) -> None:
         """Adds the gradients of one group on each device, times its factor."""
-        by_device: dict[torch.device, list[tuple[ExactSum, Tensor]]] = {}
+        taken: dict[torch.device, dict[int, Tensor]] = {}
         for parameter, gradient in self._groups.take(self._trained):
-            parts = _parts(gradient)
-            sums = self._sums.setdefault(gradient.device, {})
-            totals = sums.setdefault(parameter, [ExactSum() for _ in parts])
-            by_device.setdefault(gradient.device, []).extend(zip(totals, parts, strict=True))
-        for device, pairs in by_device.items():
-            magnitudes = magnitudes_of([part for _, part in pairs])
-            for (total, part), (largest, smallest) in zip(pairs, magnitudes, strict=True):
-                total.add(part, largest, smallest, factors[device])
+            number = self._numbers[parameter]
+            self._present.add(number)
+            flat = taken.setdefault(gradient.device, {})
+            # A second one has zeros, in place of that of another replica.
+            flat[number] = flat[number] + _flat(gradient) if number in flat else _flat(gradient)
+        for device, flat in taken.items():
+            sums = self._sums.setdefault(device, {})
+            parts = [
+                (number, _join(part, flat))
+                for number, part in enumerate(self._parts)
+                if any(each in flat for each, _ in part)
+            ]
+            # The host waits for a GPU once. On the CPU a part stays in the cache.
+            for batch in [[each] for each in parts] if device.type == "cpu" else [parts]:
+                magnitudes = _magnitudes_of([part for _, part in batch])
+                for (number, part), ends in zip(batch, magnitudes, strict=True):
+                    for unit, integers in _integers_of(part, *ends, factors[device]):
+                        place = number, unit
+                        self._additions[place] += 1
+                        if (total := sums.setdefault(place, integers)) is not integers:
+                            total += integers
 
-    @torch.no_grad()
-    def _join_devices(self) -> dict[Tensor, list[ExactSum]]:
-        """Returns the sums of each parameter with a gradient. The devices have none any more."""
-        joined: dict[Tensor, list[ExactSum]] = {}
-        for sums in self._sums.values():
-            while sums:
-                parameter, parts = sums.popitem()
-                totals = joined.setdefault(parameter, [ExactSum() for _ in parts])
-                for total, part in zip(totals, parts, strict=True):
-                    total.merge(part, parameter.device)
-        return joined
-
-    def _report(self, sums: Mapping[Tensor, list[ExactSum]], digest: float) -> GroupReport:
+    def _report(self, digest: float) -> GroupReport:
         calls = self.forwards.copies.collectives
         is_alone = not (calls.is_used or any(self.forwards.model.runs.values()))
         return GroupReport(
             [*map(float, self._losses)],
             [*map(float, self._weights)],
-            {
-                number: [[*part.integers] for part in sums[parameter]]
-                for number, parameter in enumerate(self._trained)
-                if parameter in sums
-            },
+            self._additions,
+            self._present,
             digest,
             "" if is_alone else _COMMUNICATES,
         )
 
     @torch.no_grad()
-    def _sum(
-        self, sums: dict[Tensor, list[ExactSum]], units: Sequence[Mapping[int, PartUnits]]
-    ) -> list[tuple[Tensor, list[ExactSum]]]:
-        """Returns the sums over all ranks for each parameter with a gradient."""
-        totals: list[tuple[Tensor, list[ExactSum]]] = []
-        units_of_totals: list[list[set[int]]] = []
-        sizes: list[int] = []
-        for number, parameter in enumerate(self._trained):
-            of_ranks = [of_rank[number] for of_rank in units if number in of_rank]
-            if not of_ranks:
-                continue
-            everywhere = [{*itertools.chain(*each)} for each in zip(*of_ranks, strict=True)]
-            totals.append((parameter, sums.pop(parameter, [ExactSum() for _ in everywhere])))
-            units_of_totals.append(everywhere)
-            for size, present in zip(_sizes_of_parts(parameter), everywhere, strict=True):
-                sizes += [size] * len(present)
+    def _set_gradients(self, reports: Sequence[GroupReport], divisor: float) -> None:
+        """Adds up all devices and ranks, and makes sums gradients, one after the other.
 
-        def integers() -> Iterator[Tensor]:
-            for (parameter, of_parts), everywhere in zip(totals, units_of_totals, strict=True):
-                parts = _parts(parameter)
-                for total, present, part in zip(of_parts, everywhere, parts, strict=True):
-                    total.complete(present, part)
-                    yield from total.integers.values()
+        Integers are freed as gradients take their place.
+        """
+        additions = sum((report.additions for report in reports), Counter())
+        present = set().union(*(report.present for report in reports))
+        places = sorted(additions)
+        sizes = [
+            sum(each.stop - each.start for _, each in self._parts[number]) for number, _ in places
+        ]
+        totals: dict[Place, Tensor] = {}
 
-        self._groups.reduce(sizes, integers())
-        return totals
+        def add_up() -> Iterator[Tensor]:
+            for place, size in zip(places, sizes, strict=True):
+                home = self._trained[self._parts[place[0]][0][0]].device
+                held = [sums.pop(place).to(home) for sums in self._sums.values() if place in sums]
+                held = held or [torch.zeros(size, dtype=torch.int64, device=home)]
+                totals[place] = functools.reduce(operator.iadd, held)
+                yield totals[place]
 
-    @torch.no_grad()
-    def _set_gradients(self, totals: list[tuple[Tensor, list[ExactSum]]], divisor: float) -> None:
-        """Makes sums gradients, one after the other. Integers are freed as these take their place."""
-        while totals:
-            parameter, of_parts = totals.pop()
-            gradient = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-            for total, part in zip(of_parts, _parts(gradient), strict=True):
-                total.write(part, divisor)
-            accumulate([parameter], {0: gradient})
-            del of_parts
+        def take(place: Place) -> Tensor:
+            """Returns integers times their unit: nan if a gradient was not finite."""
+            integers = totals.pop(place).sub_(_BITS_OF_ROUNDER, alpha=additions[place])
+            return integers.double().mul_(math.nan if place[1] == _NOT_FINITE else 2.0 ** place[1])
+
+        @functools.cache
+        def gradient_of(number: int) -> Tensor:
+            like = self._trained[number]
+            return torch.zeros_like(like, memory_format=torch.contiguous_format)
+
+        self._groups.reduce(sizes, add_up())
+        for number, group in itertools.groupby(places, operator.itemgetter(0)):
+            results = [_flat(gradient_of(each))[part] for each, part in self._parts[number]]
+            total = functools.reduce(operator.iadd, map(take, group)).div_(divisor)
+            for result, piece in zip(results, total.split([*map(len, results)]), strict=True):
+                result.copy_(piece)
+        accumulate(self._trained, {number: gradient_of(number) for number in present})
 
 
 def _check_reports(reports: Sequence[GroupReport]) -> None:

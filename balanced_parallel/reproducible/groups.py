@@ -5,7 +5,8 @@ ranks at the end of an update.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,6 @@ from ..strategies.ddp import DDPUpdate
 from ..strategies.replicas import ReplicaSync
 
 _BUFFER_BYTES = 25 * 2**20  # Integers of so many bytes are summed at a time.
-PartUnits = Sequence[Sequence[int]]  # The units of the gradient of each part of a parameter.
 
 
 class GroupReport(NamedTuple):
@@ -24,7 +24,8 @@ class GroupReport(NamedTuple):
 
     losses: Sequence[float]  # the sum of the losses of each group
     weights: Sequence[float]
-    units: Mapping[int, PartUnits]
+    additions: Counter[tuple[int, int]]  # by the number of a part, and its unit
+    present: set[int]  # Numbers of the parameters with a gradient.
     digest: float  # The settings.
     refusal: str
 

@@ -8,6 +8,7 @@ from helpers.ranks import run_ranks
 from helpers.steps import make_step, parallel_step
 from torch import nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from balanced_parallel import TrainStep, parallelize, simulate
 from balanced_parallel.reproducible import exact
@@ -65,14 +66,103 @@ def test_small_elements_beside_large_ones_are_trained(dtype, scales):
         assert_close(column_updates(scales, "bits", dtype, optimizer), expected, rtol=1e-3, atol=0)
 
 
+class Products(nn.Module):
+    """The gradient of the weight is the sum of the rows."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+
+    def forward(self, rows):
+        return (rows * self.weight).sum(1)
+
+
+def gradient_of(rows, devices=("cpu",)):
+    """Returns the sum of rows, each of which is a group."""
+    net = Products(rows.shape[1])
+    model, criterion = parallelize(net.to(devices[0]), torch.sum, [*devices])
+    step = TrainStep(model, criterion, sgd(net), micro_batch_size=1, reproducible="bits")
+    step.add(rows.to(devices[0]))
+    step.apply()
+    return net.weight.grad.cpu()
+
+
 def test_an_element_has_twelve_bits_at_least():
     exponents = torch.arange(0, -1000, -1, dtype=torch.float64)
     for gradient in (1.5 * 2.0**exponents, 1.99999 * 2.0**exponents):
-        total = exact.ExactSum()
-        result = torch.zeros_like(gradient)
-        total.add(gradient, *exact.magnitudes_of([gradient])[0])
-        total.write(result, 1.0)
-        assert_close(result, gradient, rtol=2.0**-11, atol=0)
+        assert_close(gradient_of(gradient[None]), gradient, rtol=2.0**-11, atol=0)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Weights(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(3) for _ in range(count)])
+
+    def forward(self, rows):
+        return sum((weight * rows.sum()).sum() for weight in self.weights)
+
+
+def operators_of(count, reproducible):
+    """Returns the number of operators of an update of eight groups."""
+    net = Weights(count)
+    model, criterion = parallelize(net, torch.sum, ["cpu"])
+    step = TrainStep(
+        model, criterion, sgd(net), micro_batch_size=1, max_grad_norm=1.0, reproducible=reproducible
+    )
+    with Operators() as operators:
+        step.add(torch.ones(8, 1))
+        step.apply()
+    return operators.count
+
+
+def test_small_parameters_are_counted_together():
+    """A parameter on its own has 15 operators in a group."""
+    few, many = (operators_of(count, "bits") - operators_of(count, True) for count in (10, 50))
+    assert (many - few) / 40 / 8 <= 10
+
+
+def test_the_sum_of_the_most_groups_is_exact():
+    """Elements take all bits that an element has, so the sum needs those of the groups as well."""
+    rows = torch.full((exact._MOST_GROUPS, 3), (2.0**43 - 1) / 2.0**43, dtype=torch.float64)
+    rows[:, 1] *= -1
+    rows[:, 2] = 0
+    with simulate(3):
+        for devices in (["cpu"], ["sim:0", "sim:1", "sim:2"]):
+            assert torch.equal(gradient_of(rows, devices), rows.sum(0))
+
+
+def test_elements_are_rounded_to_the_nearest_unit():
+    """A rounding towards zero would add up."""
+    unit = 2.0**-43
+    rows = torch.tensor([[1.0, (4096 + 0.95) * unit]], dtype=torch.float64).repeat(100, 1)
+    assert_close(gradient_of(rows), rows.sum(0), rtol=0.1 / 4096, atol=0)
+
+
+@pytest.mark.parametrize("number", [1.0, 3e-5, 2.0**-600, 2.0**1000])
+def test_a_norm_is_exact_for_any_cut(number):
+    """The sum of the squares has more bits than an integer has."""
+    count = 2**18 + 12_345
+    gradient = torch.full((count,), number, dtype=torch.float64)
+    norms = [
+        exact.norm_of(each).item()
+        for each in (
+            [gradient],
+            [*gradient.split(1000)],
+            [*reversed(gradient.split([3, 2**17, count - 2**17 - 3])), gradient[:0]],
+        )
+    ]
+    assert norms == [norms[0]] * 3
+    assert norms[0] == pytest.approx(number * count**0.5, rel=1e-12)
 
 
 # Half precision
