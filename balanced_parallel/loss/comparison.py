@@ -233,7 +233,8 @@ class ComparisonOfSums:
                 ComparisonOfLaterCalls(self).compare_later(samples, device)
         elif self._model is not None:
             self._is_of_model = True
-            for sample in of_forward:
+            # An earlier one is that of a forward of one row, which shows nothing.
+            for sample in of_forward[-1:] if self._is_alone else of_forward:
                 self._compare_rows(self._model, sample)
 
     @torch.no_grad()
