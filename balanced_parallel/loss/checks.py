@@ -14,7 +14,7 @@ class Checks:
     def __init__(self) -> None:
         self._calls = 0
         self._forms: set[Hashable] = set()
-        self._shown: set[Hashable] = set()  # The places of sums that were not zero, in their forms.
+        self._shown: dict[Hashable, set[int]] = {}  # The places of sums that were not zero.
         self._numbers: object = {()}
         self._changes = 0  # They are those of the numbers.
         # A sample of one row shows nothing, until there is another row.
@@ -26,15 +26,18 @@ class Checks:
         """Tells whether reductions along the first dimension are sums of columns."""
         self.has_columns = are_some
 
-    def shows(self, form: Hashable, sums: Iterable[Tensor]) -> bool:
-        """Returns True if a sum is not zero for the first time: zeros of halves show nothing."""
+    def shows(self, form: Hashable, sums: Iterable[Tensor]) -> set[Hashable]:
+        """Returns the places of sums that are not zero for the first time: zeros of halves show
+        nothing. The host waits for those that have been zero so far.
+        """
+        shown = self._shown.setdefault(form, set())
         new = {
-            (form, place)
+            place
             for place, value in enumerate(sums)
-            if (form, place) not in self._shown and value.detach().nan_to_num(0, 0, 0).any()
+            if place not in shown and value.detach().nan_to_num(0, 0, 0).any()
         }
-        self._shown |= new
-        return bool(new)
+        shown |= new
+        return {(form, place) for place in new}
 
     def are_due(self, form: Hashable, numbers: object = None) -> bool:
         """Counts a call. Returns True if statistics of this form and numbers are to be compared."""

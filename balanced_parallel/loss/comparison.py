@@ -83,7 +83,7 @@ class ComparisonOfSums:
         self._sums: Sums = {}  # those of a shard
         self._dim: containers.Dims = 0
         self._rows = 0  # the rows in the samples of this rank
-        self._last: list[tuple[PerReplica, int, Shard]] = []  # The last shard, if no sample has it.
+        self._last: tuple[PerReplica, int, Shard] | None = None  # The last shard, without a sample.
         self._model: ParallelModel | None = None
         self._is_of_model = False  # The model computes the loss.
         self._has_loop = False  # Rows are computed one by one.
@@ -111,47 +111,39 @@ class ComparisonOfSums:
         self.check_names([each for each in statistics if each])
         self._sums = next(filter(None, statistics), {})
         self._dim = calls.outputs.dim
-        new = [*map(self._shows, statistics)]
-        if not self.has_samples and not self._is_due(statistics) and not any(new):
+        checks = self.copies.checks
+        if not self._sums or checks is None:
+            return
+        # New kinds are compared, new numbers, and sums that are not zero.
+        form = *(name.kind for name in self._sums), *_flags(self.copies.criterion)
+        numbers = {numbers_of(each) for each in statistics if each}
+        new = [checks.shows(form, each.values()) for each in statistics]
+        if not (self.has_samples or checks.are_due(form, numbers) or any(new)):
             return
         if any(calls.outputs.notes or ()):
             self._take_rows(calls, new)
         else:
             self._take_shards(calls, new)
 
-    def _take_rows(self, calls: Calls, new: Sequence[bool]) -> None:
+    def _take_rows(self, calls: Calls, new: Sequence[set[Hashable]]) -> None:
         """Takes rows of forwards that compute the loss."""
         pairs = zip(calls.shards, new, strict=True)
-        numbers = [row for shard, is_new in pairs if is_new for row in shard.rows or ()]
+        numbers = [row for shard, shown in pairs if shown for row in shard.rows or ()]
         if numbers or not self.samples:
             # Each of them is there twice at least.
             rows = take_rows(calls.outputs, ROWS_TO_CHECK // 2, numbers)
-            self.samples += filter(None, [rows])
+            if rows is not None:
+                self.samples.append(rows._replace(shown=set().union(*new)))
 
-    def _take_shards(self, calls: Calls, new: Sequence[bool]) -> None:
+    def _take_shards(self, calls: Calls, new: Sequence[set[Hashable]]) -> None:
         outputs = calls.outputs
         shards = zip(outputs, outputs.sizes, calls.shards, new, strict=True)
-        for output, size, shard, is_new in shards:
+        for output, size, shard, shown in shards:
             if size:
-                self._last = [(PerReplica([output], [size], outputs.dim), size, shard)]
-                if is_new or self._rows < ROWS_TO_CHECK:
+                self._last = PerReplica([output], [size], outputs.dim), size, shard
+                if shown or self._rows < ROWS_TO_CHECK:
                     self._rows += min(size, ROWS_TO_CHECK - 1)  # two shards at least
                     self._keep_last()
-
-    def _shows(self, sums: Sums) -> bool:
-        checks = self.copies.checks
-        return checks is not None and checks.shows(self._form(sums), sums.values())
-
-    def _form(self, sums: Sums) -> Hashable:
-        """Returns the kinds of some sums, and the flags of the criterion. New ones are compared."""
-        return *(name.kind for name in sums), *_flags(self.copies.criterion)
-
-    def _is_due(self, statistics: Sequence[Sums]) -> bool:
-        checks = self.copies.checks
-        if not self._sums or checks is None:
-            return False
-        numbers = {numbers_of(each) for each in statistics if each}
-        return checks.are_due(self._form(self._sums), numbers)
 
     @torch.no_grad()
     def refutes_columns(self, parts: Sequence[ShardStatistics], calls: Calls) -> bool:
@@ -187,9 +179,10 @@ class ComparisonOfSums:
 
     def _keep_last(self) -> None:
         """Keeps the last shard on the host, or compares a large one alone."""
-        if not self._last:
+        if self._last is None:
             return
-        sample = sample_of(*self._last.pop(), self.copies.dim)
+        sample = sample_of(*self._last, self.copies.dim)
+        self._last = None
         if bytes_of(sample.pair) * world_size() > BYTES_TOGETHER:
             tensor = containers.first_tensor(move_leaves(sample.pair[0], None))
             self._compare([sample], self.home if tensor is None else tensor.device)
@@ -234,8 +227,12 @@ class ComparisonOfSums:
         elif self._model is not None:
             self._is_of_model = True
             # An earlier one is that of a forward of one row, which shows nothing.
-            for sample in of_forward[-1:] if self._is_alone else of_forward:
-                self._compare_rows(self._model, sample)
+            samples = of_forward[-1:] if self._is_alone else of_forward
+            shown = set[Hashable]()
+            for sample in samples:  # Ranks may have many.
+                if sample is samples[0] or sample.shown - shown:
+                    self._compare_rows(self._model, sample)
+                shown |= sample.shown
 
     @torch.no_grad()
     def _compare_samples(self, samples: Sequence[Sample], device: torch.device) -> None:

@@ -185,7 +185,8 @@ class FactsOfTensors:
     def tell(self, tensor: Tensor, facts: Facts) -> Facts:
         """Keeps the facts about a tensor. Returns them."""
         if self.get(tensor) is None:
-            self._by_memory.setdefault(memory_of_plain(tensor), []).append(WeakIdRef(tensor))
+            # PyObject_ClearWeakRefs of CPython 3.11 crashes without a callback, where many are freed.
+            self._by_memory.setdefault(memory_of_plain(tensor), []).append(WeakIdRef(tensor, id))
         self._ids.add(id(tensor))
         self._by_tensor[tensor] = facts
         return facts

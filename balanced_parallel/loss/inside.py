@@ -16,7 +16,7 @@ with those of each row alone.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -143,6 +143,7 @@ class RowsOfForward(NamedTuple):
     dim: int
     rows: int  # The number of rows in the forward.
     is_joined: bool  # Rows are one object, and cannot be repeated.
+    shown: Set[Hashable] = frozenset()  # The sums that are not zero for the first time.
 
 
 def take_rows(outputs: PerReplica, most: int, numbers: Sequence[int] = ()) -> RowsOfForward | None:
