@@ -164,7 +164,8 @@ def take_rows(outputs: PerReplica, most: int, numbers: Sequence[int] = ()) -> Ro
         batch = Batch(whole, dims=(model.dim, 0))
     if batch is None or not batch.rows:
         return None
-    numbers = numbers or range(batch.rows)
+    # A batch of samples has one of them as rows.
+    numbers = [row for row in numbers if row < batch.rows] or range(batch.rows)
     count = max(2, min(len(numbers), most))
     places = [numbers[row * (len(numbers) - 1) // (count - 1)] for row in range(count)]
     parts = places[: count // 2], places[count // 2 :], places
