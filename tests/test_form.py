@@ -18,7 +18,7 @@ import balanced_parallel
 PACKAGE = Path(balanced_parallel.__file__).parent
 
 # Limits of the whole package. Lower them with what is measured. A rise has its reason in the commit.
-MOST_TOKENS = 206_090
+MOST_TOKENS = 206_149
 MOST_TOKENS_PER_LINE_OF_CODE = 9.0
 MOST_BRANCHY_FUNCTIONS = 0
 MOST_ANY_PER_1000_LINES = 18.5

@@ -14,7 +14,7 @@ class Checks:
     def __init__(self) -> None:
         self._calls = 0
         self._forms: set[Hashable] = set()
-        self._shown: dict[Hashable, set[int]] = {}  # The places of sums that were not zero.
+        self._places: dict[Hashable, set[int]] = {}  # The places of sums that were not zero.
         self._numbers: object = {()}
         self._changes = 0  # They are those of the numbers.
         # A sample of one row shows nothing, until there is another row.
@@ -30,13 +30,13 @@ class Checks:
         """Returns the places of sums that are not zero for the first time: zeros of halves show
         nothing. The host waits for those that have been zero so far.
         """
-        shown = self._shown.setdefault(form, set())
+        places = self._places.setdefault(form, set())
         new = {
             place
             for place, value in enumerate(sums)
-            if place not in shown and value.detach().nan_to_num(0, 0, 0).any()
+            if place not in places and value.detach().nan_to_num(0, 0, 0).any()
         }
-        shown |= new
+        places |= new
         return {(form, place) for place in new}
 
     def are_due(self, form: Hashable, numbers: object = None) -> bool:
@@ -54,7 +54,7 @@ class Checks:
         """Makes the next comparison due, with these samples too."""
         self.pending = samples
         self._forms.clear()
-        self._shown.clear()
+        self._places.clear()
 
     def take(self, samples: list[object], *, of_one_row: bool) -> list[object]:
         """Returns samples with the one that was pending, or keeps that of one row."""

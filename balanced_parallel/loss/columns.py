@@ -19,7 +19,7 @@ from .formula import flatten
 MEANS = {"mean", "nanmean"}
 REDUCTIONS = {"sum", "nansum", "count_nonzero", "mean"}
 PRODUCTS = {"matmul", "mm", "einsum"}
-PLACED = {"index_add", "scatter_add", "bincount"}  # Sums of rows in places that an index tells.
+SCATTERS = {"index_add", "scatter_add", "bincount"}  # Sums of rows in places that an index tells.
 TRANSPOSES = {"T", "mT", "H", "mH"}
 _VIEWS = TRANSPOSES | {"t", "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"}
 _MOVES = _VIEWS | {"reshape", "view", "flatten", "contiguous", "clone"}
@@ -32,7 +32,7 @@ def moves_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: T
     """Returns True for a function that reduces the rows, or after which they may be in another
     dimension than the first.
     """
-    if name == "einsum" or name.strip("_") in PLACED:
+    if name == "einsum" or name.strip("_") in SCATTERS:
         return True
     if name in REDUCTIONS:
         return is_strided(args) and is_along(dim_of(args[0]), args, kwargs)

@@ -128,20 +128,20 @@ class ComparisonOfSums:
     def _take_rows(self, calls: Calls, new: Sequence[set[Hashable]]) -> None:
         """Takes rows of forwards that compute the loss."""
         pairs = zip(calls.shards, new, strict=True)
-        numbers = [row for shard, shown in pairs if shown for row in shard.rows or ()]
+        numbers = [row for shard, places in pairs if places for row in shard.rows or ()]
         if numbers or not self.samples:
             # Each of them is there twice at least.
             rows = take_rows(calls.outputs, ROWS_TO_CHECK // 2, numbers)
             if rows is not None:
-                self.samples.append(rows._replace(shown=set().union(*new)))
+                self.samples.append(rows._replace(places=set().union(*new)))
 
     def _take_shards(self, calls: Calls, new: Sequence[set[Hashable]]) -> None:
         outputs = calls.outputs
         shards = zip(outputs, outputs.sizes, calls.shards, new, strict=True)
-        for output, size, shard, shown in shards:
+        for output, size, shard, places in shards:
             if size:
                 self._last = PerReplica([output], [size], outputs.dim), size, shard
-                if shown or self._rows < ROWS_TO_CHECK:
+                if places or self._rows < ROWS_TO_CHECK:
                     self._rows += min(size, ROWS_TO_CHECK - 1)  # two shards at least
                     self._keep_last()
 
@@ -228,11 +228,11 @@ class ComparisonOfSums:
             self._is_of_model = True
             # An earlier one is that of a forward of one row, which shows nothing.
             samples = of_forward[-1:] if self._is_alone else of_forward
-            shown = set[Hashable]()
+            places = set[Hashable]()
             for sample in samples:  # Ranks may have many.
-                if sample is samples[0] or sample.shown - shown:
+                if sample is samples[0] or sample.places - places:
                     self._compare_rows(self._model, sample)
-                shown |= sample.shown
+                places |= sample.places
 
     @torch.no_grad()
     def _compare_samples(self, samples: Sequence[Sample], device: torch.device) -> None:

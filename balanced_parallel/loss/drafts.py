@@ -181,7 +181,7 @@ class Draft:
         self.statistics[count.place] = statistic._replace(is_count=True, is_bounded=is_bounded)
         return count._replace(kind="mean") if form.kind == "sum" else OTHER
 
-    def divided(self, call: FunctionCall) -> tuple[int, float] | None:
+    def division(self, call: FunctionCall) -> tuple[int, float] | None:
         """Returns the place of a sum, and the number that a call divides it by, or None."""
         if call.name != "div" or call.kwargs:
             return None

@@ -52,7 +52,7 @@ NAMES = {
 SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount", "pack_padded_sequence"}
 _JOINS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
 _PRODUCTS = columns.PRODUCTS | {"dot", "vdot", "inner", "tensordot"}
-SUMS = _PRODUCTS | columns.PLACED | {"sum", "nansum", "count_nonzero", "trace"}
+SUMS = _PRODUCTS | columns.SCATTERS | {"sum", "nansum", "count_nonzero", "trace"}
 NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "dist"}
 TOTALS = SUMS | NORMS | columns.MEANS
 NEW = {"new_zeros", "new_tensor", "new_full", "new_ones"}
@@ -321,7 +321,7 @@ class FactsOfTensors:
         """Returns True for a reduction along the dimension that has all rows."""
         if not self._has_columns or not columns.is_strided(call.tensors):
             return False
-        if call.name in columns.PLACED:
+        if call.name in columns.SCATTERS:
             dim = call.kwargs.get("dim", *call.args[1:2])
             return self.rows is not None and (dim == 0 or call.name == "bincount")
         dims = [self._dim_of(each) for each in call.tensors]

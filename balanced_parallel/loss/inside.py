@@ -12,7 +12,7 @@ cross-entropy, forwards run as they are, and the root of its graph tells the cou
 root runs again, and the sums are noted from then on.
 
 The rows of such a loss may depend on each other too. So the sums of some rows together are compared
-with those of each row alone.
+with those of halves of them.
 """
 
 import contextlib
@@ -143,7 +143,7 @@ class RowsOfForward(NamedTuple):
     dim: int
     rows: int  # The number of rows in the forward.
     is_joined: bool  # Rows are one object, and cannot be repeated.
-    shown: Set[Hashable] = frozenset()  # The sums that are not zero for the first time.
+    places: Set[Hashable] = frozenset()  # Places of sums that are not zero for the first time.
 
 
 def take_rows(outputs: PerReplica, most: int, numbers: Sequence[int] = ()) -> RowsOfForward | None:

@@ -263,11 +263,11 @@ class SumNotes(TorchFunctionMode):
         self, call: FunctionCall, operation: Operation, results: Sequence[Tensor]
     ) -> None:
         """Notes an operation on sums or parameters."""
-        divided = self._draft.divided(call)
-        if divided is None:
+        division = self._draft.division(call)
+        if division is None:
             self._draft.note(call, operation, results)
         elif self._numbers.are_sizes:
-            self._draft.divide(call, divided, results[0])
+            self._draft.divide(call, division, results[0])
         else:
             self.has_unknown_count = True
             self._facts.tell(results[0], Facts(OF_BOTH))
@@ -416,7 +416,7 @@ class SumNotes(TorchFunctionMode):
             self._columns,
             self._numbers.averaged(),
             branches,
-            self._numbers.read,
+            self._numbers.operands,
             self._numbers.has_loop,
         )
         return formula, statistics

@@ -30,7 +30,7 @@ class ShardNumbers:
     def __init__(self) -> None:
         self.are_sizes = True  # No value of the batch is a Python number.
         self.has_read = False  # Some are, or the loss is.
-        self.read: list[float] = []  # The numbers in operations since then.
+        self.operands: list[float] = []  # The numbers in operations since then.
         self.has_loop = False  # Rows are computed one by one.
         self._shapes: list[torch.Size] = []
         self._has_asked = False  # Python has asked whether a value is true.
@@ -54,7 +54,7 @@ class ShardNumbers:
     def note_arguments(self, name: str, args: Sequence[object]) -> None:
         """Notes the numbers of an operation that may be values of the rows."""
         if self.may_have_read and NAMES.get(name, name) in _ARITHMETIC:
-            self.read += [float(each) for each in args if isinstance(each, numbers.Real)]
+            self.operands += [float(each) for each in args if isinstance(each, numbers.Real)]
 
     def note_read(self, call: FunctionCall, result: object, facts: Sequence[Facts]) -> None:
         """Notes a number that may be a value of the batch. ``facts`` are those of the tensors."""

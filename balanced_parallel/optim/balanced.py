@@ -32,7 +32,7 @@ from ..runtime.values import (
     check_type,
     forget_gradients,
     naming_arguments,
-    set_gradients,
+    set_gradient,
     set_memory,
 )
 
@@ -517,7 +517,7 @@ class _ParameterRanks(_ElementRanks):
             gradient = None if parameter.grad is None else _whole(parameter.grad)
             if parameter in self._gathered:
                 set_memory(self._gathered[parameter], value)
-                set_gradients([(self._gathered[parameter], gradient)])
+                set_gradient(self._gathered[parameter], gradient)
         self._use(self._owned, self._values)
         try:
             call(self.inner)
@@ -708,7 +708,7 @@ def _update_samples(recipe: Recipe, parts: Sequence[Groups]) -> Tensor | None:
         getattr(optimizer, "train", bool)()  # schedule-free optimizers have it
         for number in range(_UPDATES):
             for rows, leaf in leaves.items():
-                set_gradients([(leaf, rows[2 + number].clone())])
+                set_gradient(leaf, rows[2 + number].clone())
             optimizer.step()
         if not all(isinstance(key, Tensor) for key in optimizer.state):
             return None

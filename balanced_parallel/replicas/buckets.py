@@ -42,7 +42,7 @@ from ..runtime.torch_private import (
     will_run,
 )
 from ..runtime.transport import layout_of
-from ..runtime.values import set_gradients
+from ..runtime.values import set_gradient
 from .owners import BucketOwners, Gradients, Piece, all_buckets, is_dense
 
 
@@ -295,9 +295,7 @@ class Bucket:
                     if self.owners is not None:
                         self.owners.parameters[place].add([])
                     else:  # The first replica has none.
-                        set_gradients(
-                            [(parameter, torch.zeros_like(waiting[place], device=self._home))]
-                        )
+                        set_gradient(parameter, torch.zeros_like(waiting[place], device=self._home))
                 if parameter.grad is not None:
                     self._local[place] = weakref.ref(parameter.grad)
 

@@ -28,7 +28,7 @@ from ..runtime import torch_private, transport
 from ..runtime.streams import wait_for_sums
 from ..runtime.torch_private import foreach_add_, map_tensors
 from ..runtime.transport import MemoryLayout, layout_of
-from ..runtime.values import set_gradients, set_memory
+from ..runtime.values import set_gradient, set_memory
 
 # one replica's, by the place of the parameter in its bucket; none for an unused parameter
 Gradients = dict[int, Tensor]
@@ -125,10 +125,10 @@ class OwnedParameter:
 
     def _give(self, gradient: "ShardedGradient | None") -> None:
         self._gradient = gradient
-        set_gradients([(self.parameter(), gradient)])
+        set_gradient(self.parameter(), gradient)
         parts = [] if gradient is None else gradient.parts
         for piece, part in itertools.zip_longest(self.pieces, parts):
-            set_gradients([(piece.values, part)])
+            set_gradient(piece.values, part)
 
 
 def _of_whole(name: str) -> Any:

@@ -106,9 +106,8 @@ def _flat(tensor: Tensor) -> Tensor:
         raise TypeError(
             "reproducible='bits' with a sparse gradient, expected dense ones: set sparse=False in the embedding"
         )
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(
-        -1
-    )
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.reshape(-1)
 
 
 def _cut(tensors: Sequence[Tensor]) -> list[Elements]:
@@ -345,29 +344,38 @@ class ExactAccumulation(Accumulation):
     @torch.no_grad()
     def _count_gradients(self, factors: Mapping[torch.device, float]) -> None:
         """Adds the gradients of one group on each device, times its factor."""
-        taken: dict[torch.device, dict[int, Tensor]] = {}
+        gradients: dict[torch.device, dict[int, Tensor]] = {}
         for parameter, gradient in self._groups.take(self._trained):
             number = self._numbers[parameter]
             self._present.add(number)
-            flat = taken.setdefault(gradient.device, {})
+            flat = gradients.setdefault(gradient.device, {})
             # A second one has zeros, in place of that of another replica.
             flat[number] = flat[number] + _flat(gradient) if number in flat else _flat(gradient)
-        for device, flat in taken.items():
-            sums = self._sums.setdefault(device, {})
+        for device, flat in gradients.items():
             parts = [
                 (number, _join(part, flat))
                 for number, part in enumerate(self._parts)
                 if any(each in flat for each, _ in part)
             ]
             # The host waits for a GPU once. On the CPU a part stays in the cache.
-            for batch in [[each] for each in parts] if device.type == "cpu" else [parts]:
-                magnitudes = _magnitudes_of([part for _, part in batch])
-                for (number, part), ends in zip(batch, magnitudes, strict=True):
-                    for unit, integers in _integers_of(part, *ends, factors[device]):
-                        place = number, unit
-                        self._additions[place] += 1
-                        if (total := sums.setdefault(place, integers)) is not integers:
-                            total += integers
+            batches = [[each] for each in parts] if device.type == "cpu" else [parts]
+            for batch in batches:
+                self._count_parts(batch, device, factors[device])
+
+    def _count_parts(
+        self, parts: Sequence[tuple[int, Tensor]], device: torch.device, factor: float
+    ) -> None:
+        """Adds parts with their numbers, times a factor, to the sums of a device."""
+        sums = self._sums.setdefault(device, {})
+        magnitudes = _magnitudes_of([part for _, part in parts])
+        for (number, part), ends in zip(parts, magnitudes, strict=True):
+            for unit, integers in _integers_of(part, *ends, factor):
+                place = number, unit
+                self._additions[place] += 1
+                if place in sums:
+                    sums[place] += integers
+                else:
+                    sums[place] = integers
 
     def _report(self, digest: float) -> GroupReport:
         calls = self.forwards.copies.collectives
@@ -397,16 +405,21 @@ class ExactAccumulation(Accumulation):
 
         def add_up() -> Iterator[Tensor]:
             for place, size in zip(places, sizes, strict=True):
-                home = self._trained[self._parts[place[0]][0][0]].device
-                held = [sums.pop(place).to(home) for sums in self._sums.values() if place in sums]
-                held = held or [torch.zeros(size, dtype=torch.int64, device=home)]
-                totals[place] = functools.reduce(operator.iadd, held)
+                part, _ = place
+                first, _ = self._parts[part][0]
+                home = self._trained[first].device
+                integers = [
+                    sums.pop(place).to(home) for sums in self._sums.values() if place in sums
+                ]
+                integers = integers or [torch.zeros(size, dtype=torch.int64, device=home)]
+                totals[place] = functools.reduce(operator.iadd, integers)
                 yield totals[place]
 
         def take(place: Place) -> Tensor:
             """Returns integers times their unit: nan if a gradient was not finite."""
             integers = totals.pop(place).sub_(_BITS_OF_ROUNDER, alpha=additions[place])
-            return integers.double().mul_(math.nan if place[1] == _NOT_FINITE else 2.0 ** place[1])
+            _, unit = place
+            return integers.double().mul_(math.nan if unit == _NOT_FINITE else 2.0**unit)
 
         @functools.cache
         def gradient_of(number: int) -> Tensor:

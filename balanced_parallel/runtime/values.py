@@ -224,6 +224,11 @@ def scaled(loss: torch.Tensor, scaler: torch.amp.GradScaler | None) -> torch.Ten
     return loss if scaler is None else scaler.scale(loss)
 
 
+def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Gives a parameter another gradient."""
+    set_gradients([(parameter, gradient)])
+
+
 def set_gradients(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     """Gives each parameter the gradient beside it."""
     for parameter, gradient in gradients:

@@ -67,7 +67,7 @@ from ..runtime.torch_private import (
     run_after_backward,
     version_of,
 )
-from ..runtime.values import check_type, set_gradients
+from ..runtime.values import check_type, set_gradient, set_gradients
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
@@ -258,7 +258,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 empty = torch.sparse_coo_tensor(
                     nowhere, nothing, weight.shape, check_invariants=True
                 )
-                set_gradients([(weight, empty)])
+                set_gradient(weight, empty)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state[CHILDREN]  # The copy is not a module yet.

@@ -59,7 +59,7 @@ from ..runtime.torch_private import (
     versions,
     without_compilation,
 )
-from ..runtime.values import Precision, forget_gradients, set_gradients, set_memory
+from ..runtime.values import Precision, forget_gradients, set_gradient, set_memory
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -678,7 +678,7 @@ def _gradient_of(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         # New in torch 2.15: that of the reduction.
         dtype = getattr(parameter, "grad_dtype", None)
-        set_gradients([(parameter, torch.zeros_like(parameter, dtype=dtype))])
+        set_gradient(parameter, torch.zeros_like(parameter, dtype=dtype))
     return cast(Tensor, parameter.grad)
 
 

@@ -119,7 +119,8 @@ class Settings:
         """Returns True if an optimizer has a parameter to train of another id, or dtype."""
         groups = [group for optimizer in self.state.optimizers for group in optimizer.param_groups]
         parameters = itertools.chain(*[group["params"] for group in groups])
-        return bool([x for x in parameters if x.requires_grad and x.dtype != dtypes.get(id(x))])
+        trained = [each for each in parameters if each.requires_grad]
+        return bool([each for each in trained if each.dtype != dtypes.get(id(each))])
 
     def check(self, *, is_same: bool) -> None:
         """Compares again unless :meth:`digest` is the same on all ranks, or if all have loaded."""

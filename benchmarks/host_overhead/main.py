@@ -49,7 +49,8 @@ def make_steps() -> dict[str, Callable[[], Any]]:
     # An optimizer of a TrainStep drops gradients that a loop adds to those of the step: each side has a network of its own.
     trained, inputs, targets = build()
     looped, net = build()[0], build()[0]
-    devices, criterion, plain_criterion = ["cpu"] * SLICES, DataParallelCriterion(nn.MSELoss()), nn.MSELoss()
+    devices = ["cpu"] * SLICES
+    criterion, plain_criterion = DataParallelCriterion(nn.MSELoss()), nn.MSELoss()
     step = TrainStep(DataParallelModel(trained, devices), criterion, torch.optim.SGD(trained.parameters(), lr=1e-3))
     model = DataParallelModel(looped, devices)
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (looped, net))

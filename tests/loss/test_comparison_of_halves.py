@@ -356,7 +356,7 @@ def test_an_update_behind_one_that_has_failed_is_compared():
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, {"devices": 8}])
 def test_layers_in_a_mapping_are_no_rows(layout):
-    """As many layers as a shard has rows were taken for rows, and ``len(target)`` for a value of the batch."""
+    """Layers were taken for rows if a shard had as many, and ``len(target)`` for a value of the batch."""
 
     class Decoder(nn.Module):
         def __init__(self):
@@ -384,7 +384,7 @@ def test_layers_in_a_mapping_are_no_rows(layout):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", [*LAYOUTS, {"devices": 2, "micro_batch_size": 2}])
 def test_sums_in_half_precision_are_not_rounded(layout, dtype):
-    """Those of the rows together and of halves differed by the rounding of bfloat16."""
+    """Sums of the rows together differed from those of halves by the rounding of bfloat16."""
 
     def criterion(output, target):
         mask = (target > 0).to(output)

@@ -101,7 +101,7 @@ def test_every_kind_equals_the_plain_program_and_leaves_the_criterion_as_it_is(
 
 
 def test_the_number_of_counted_targets_stays_whole():
-    """As a float32, 2**24 + 1 would be rounded."""
+    """A float32 would round 2**24 + 1."""
     targets = torch.zeros(1, dtype=torch.long).expand(2**24 + 1)
     kind = DataParallelCriterion(nn.CrossEntropyLoss()).kind
     assert int(kind.of_batch([(targets,)], is_whole=True).weight) == 2**24 + 1
